@@ -1,0 +1,61 @@
+"""Hopper kernels for language models, each with a readable reference.
+
+Table of contents; every name is imported on first use:
+
+=====================  =========================================================
+``rms_norm``           root-mean-square norm, plain, zero-centred, gated, grouped
+``gated_delta_rule``   the Gated DeltaNet recurrence, chunked
+``causal_conv1d``      short depthwise causal convolution with state
+``attention``          grouped-query attention over packed segments
+``grouped_matmul``     one matrix product per expert over sorted rows
+``sort_dispatch``      sort-based routing of tokens to experts
+``explain``            which implementation a call would run, and why
+=====================  =========================================================
+"""
+
+import importlib
+import sys
+import types
+
+
+_OPS = (
+    "attention",
+    "causal_conv1d",
+    "gated_delta_rule",
+    "grouped_matmul",
+    "rms_norm",
+    "sort_dispatch",
+)
+
+__all__ = [*_OPS, "explain"]
+
+
+def __getattr__(name: str):
+    if name in _OPS:
+        module = importlib.import_module(f"{__name__}.{name}")
+        return getattr(module, name)
+    if name == "explain":
+        from pallas_kernels._common.dispatch import explain
+
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _TableOfContents(types.ModuleType):
+    """Keeps `pallas_kernels.<op>` the function, whichever way it was imported.
+
+    An op's folder has the name of its public function. The import system binds the
+    folder's module under that name once it is loaded; users mean the function.
+    """
+
+    def __setattr__(self, name, value):
+        if name in _OPS and isinstance(value, types.ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _TableOfContents

@@ -1,0 +1,1 @@
+"""What the ops share: dispatch, hardware facts, interpreter, timing, checks."""

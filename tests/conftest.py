@@ -1,0 +1,27 @@
+"""Strict modes for every test; eight fake CPU devices for the sharding tests."""
+
+import os
+
+
+os.environ.setdefault("NNX_GRAPH_MODE", "false")
+os.environ.setdefault("NNX_GRAPH_UPDATES", "false")
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_collection_modifyitems(config, items):
+    if jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA Hopper GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
