@@ -1,0 +1,1 @@
+"""What everything above shares: dtypes, trees, sharding."""

@@ -1,0 +1,1 @@
+"""Text in, packed batches out: sources, tokenizers, packing, mixtures."""
