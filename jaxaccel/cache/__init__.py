@@ -1,0 +1,1 @@
+"""What a model keeps between calls: keys and values, recurrent states."""

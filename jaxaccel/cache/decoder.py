@@ -1,0 +1,58 @@
+"""The caches of all layers of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccel.cache.dense import KVCache
+from jaxaccel.cache.recurrent import RecurrentCache
+
+
+LayerCache = KVCache | RecurrentCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderCache:
+    """What a decoder has read so far; each row holds one document.
+
+    Attributes:
+      layers: one cache per position of the layer pattern, every leaf with a leading
+        [num_periods] axis, as the scan over periods takes it.
+      length: i32[B], real tokens read.
+    """
+
+    layers: tuple[LayerCache, ...]
+    length: jax.Array
+
+    def reset(self, rows: jax.Array) -> Self:
+        """Empties some rows, so that new documents can start in them.
+
+        Args:
+          rows: bool[B], true where the row is to be emptied.
+
+        Returns:
+          The cache with those rows as `init_cache` made them.
+        """
+
+        def clear(leaf, empty):
+            mask = rows.reshape((1, -1) + (1,) * (leaf.ndim - 2))
+            return jnp.where(mask, jnp.asarray(empty, leaf.dtype), leaf)
+
+        layers = tuple(
+            KVCache(
+                k=clear(layer.k, 0),
+                v=clear(layer.v, 0),
+                positions=clear(layer.positions, -1),
+            )
+            if isinstance(layer, KVCache)
+            else RecurrentCache(conv=clear(layer.conv, 0), state=clear(layer.state, 0))
+            for layer in self.layers
+        )
+        return dataclasses.replace(
+            self, layers=layers, length=jnp.where(rows, 0, self.length)
+        )

@@ -1,0 +1,1 @@
+"""Models assembled from `jaxaccel.nn`, and their files on disk."""

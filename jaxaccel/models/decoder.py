@@ -1,0 +1,425 @@
+"""A decoder-only language model: one pattern of layers, scanned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxaccel.cache.decoder import DecoderCache, LayerCache
+from jaxaccel.data.batch import PackingMetadata, packing_metadata
+from jaxaccel.models.config import DecoderConfig
+from jaxaccel.nn.attention import Attention, AttentionConfig
+from jaxaccel.nn.gated_deltanet import GatedDeltaNet
+from jaxaccel.nn.linear import Embed, Linear
+from jaxaccel.nn.mlp import MLP
+from jaxaccel.nn.moe import MoE
+from jaxaccel.nn.norm import RMSNorm
+from jaxaccel.nn.router import MoEConfig, RouterAux
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOutput:
+    """What a forward pass returns.
+
+    Attributes:
+      logits: f32[B, T, vocab]; dead code under `jax.jit` where nothing reads it.
+      hidden: [B, T, D] after the final norm.
+      cache: the cache with these tokens read, `None` without one.
+      aux: the routers' reports, leaves with a leading [num_layers] axis, in the order
+        of the layers; `None` for dense models.
+      hidden_states: num_layers + 1 arrays [B, T, D], the embedding, each layer's
+        output, the last of them after the final norm; `None` unless asked for.
+    """
+
+    logits: jax.Array
+    hidden: jax.Array
+    cache: DecoderCache | None
+    aux: RouterAux | None
+    hidden_states: tuple[jax.Array, ...] | None
+
+
+class Block(nnx.Module):
+    """`x += mixer(norm(x)); x += mlp(norm(x))`.
+
+    Attributes:
+      mixer_norm: RMSNorm.
+      mixer: Attention or GatedDeltaNet.
+      mlp_norm: RMSNorm.
+      mlp: MLP or MoE.
+    """
+
+    def __init__(self, config: DecoderConfig, mixer: str, *, rngs: nnx.Rngs):
+        """Creates a layer of the given mixer, a name of `config.pattern`."""
+        norm = _norm_arguments(config)
+        # Every layer adds two outputs to the stream; this keeps its size at the end
+        # from growing with the depth (GPT-2).
+        out_gain = (2 * config.num_layers) ** -0.5
+        kind = {
+            "out_gain": out_gain,
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "rngs": rngs,
+        }
+        mixer_config = config.mixer_config(mixer)
+        self.mixer_norm = RMSNorm(config.d_model, **norm)
+        if isinstance(mixer_config, AttentionConfig):
+            self.mixer = Attention(
+                mixer_config,
+                config.d_model,
+                norm_eps=config.norm_eps,
+                zero_centered=config.zero_centered_norms,
+                implementation=config.implementation,
+                **kind,
+            )
+        else:
+            self.mixer = GatedDeltaNet(
+                mixer_config,
+                config.d_model,
+                norm_eps=config.norm_eps,
+                implementation=config.implementation,
+                **kind,
+            )
+        self.mlp_norm = RMSNorm(config.d_model, **norm)
+        if isinstance(config.mlp, MoEConfig):
+            self.mlp = MoE(
+                config.mlp,
+                config.d_model,
+                implementation=config.implementation,
+                **kind,
+            )
+        else:
+            self.mlp = MLP(
+                config.d_model, config.mlp.d_ff, config.mlp.activation, **kind
+            )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: LayerCache | None = None,
+        length: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache | None, RouterAux | None]:
+        """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`."""
+        with jax.named_scope("mixer"):
+            mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
+            x = x + mixed
+        with jax.named_scope("mlp"):
+            h = self.mlp_norm(x)
+            if isinstance(self.mlp, MoE):
+                y, aux = self.mlp(h, meta)
+            else:
+                y, aux = self.mlp(h), None
+            return x + y, cache, aux
+
+
+class MTPHead(nnx.Module):
+    """Predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437).
+
+    Attributes:
+      embed_norm: RMSNorm of the next token's embedding.
+      hidden_norm: RMSNorm of the trunk's hidden state.
+      proj: Linear [2D, D] over [embedding | hidden].
+      block: one attention layer.
+      final_norm: RMSNorm before the shared output layer.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        """Creates the head; embedding and output layer are the trunk's."""
+        norm = _norm_arguments(config)
+        self.embed_norm = RMSNorm(config.d_model, **norm)
+        self.hidden_norm = RMSNorm(config.d_model, **norm)
+        self.proj = Linear(
+            2 * config.d_model,
+            config.d_model,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        self.block = Block(config, "attention", rngs=rngs)
+        self.final_norm = RMSNorm(config.d_model, **norm)
+
+
+class Decoder(nnx.Module):
+    """A language model over `DecoderConfig`.
+
+    Attributes:
+      embed: Embed [vocab, D].
+      layers: one `Block` per position of the pattern, every parameter with a leading
+        [num_periods] axis: layer p * len(pattern) + i is row p of layers[i].
+      final_norm: RMSNorm.
+      lm_head: Linear [D, vocab], absent where the embedding is tied.
+      mtp: MTPHead, only with `num_mtp_layers`.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        """Creates the parameters."""
+        kind = {
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "rngs": rngs,
+        }
+        self.embed = Embed(config.vocab_size, config.d_model, **kind)
+        self.layers = nnx.List(
+            [_stacked_block(config, mixer, rngs.params()) for mixer in config.pattern]
+        )
+        self.final_norm = RMSNorm(config.d_model, **_norm_arguments(config))
+        if not config.tie_embeddings:
+            self.lm_head = Linear(config.d_model, config.vocab_size, **kind)
+        if config.num_mtp_layers:
+            self.mtp = MTPHead(config, rngs=rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: DecoderCache | None = None,
+        *,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Reads tokens.
+
+        Args:
+          tokens: i32[B, T].
+          segments: i32[B, T], document of each token, 0 is padding; `None` means one
+            document per row without padding.
+          positions: i32[B, T]; `None` counts from each document's start, behind what
+            the cache holds.
+          cache: what earlier calls read; then each row holds one document, padded
+            left or right or not at all, and tokens beyond the cache's length are lost.
+          output_hidden_states: return every layer's output.
+
+        Returns:
+          The output. Values at padding mean nothing.
+
+        Raises:
+          ValueError: a shape differs from that of `tokens`.
+        """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [B, T], got shape {tokens.shape}")
+        length = None if cache is None else cache.length
+        if length is not None and length.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"the cache has {length.shape[0]} rows, tokens have {tokens.shape[0]}"
+            )
+        batch, time = tokens.shape
+        meta = packing_metadata(
+            (batch, time),
+            segment_ids=segments,
+            positions=positions,
+            cached_length=length,
+        )
+        with jax.named_scope("embed"):
+            embedded = self.embed(tokens)  # [B, T, D]
+        x, layer_caches, aux, states = self._run_layers(
+            embedded,
+            meta,
+            None if cache is None else cache.layers,
+            length,
+            output_hidden_states,
+        )
+        with jax.named_scope("final_norm"):
+            hidden = self.final_norm(x)
+        hidden_states = None
+        if states is not None:
+            hidden_states = (embedded, *states[:-1], hidden)
+        if cache is not None:
+            read = jnp.sum(meta.is_real, axis=1, dtype=jnp.int32)
+            cache = DecoderCache(layers=layer_caches, length=cache.length + read)
+        return ModelOutput(
+            logits=self.unembed(hidden),
+            hidden=hidden,
+            cache=cache,
+            aux=aux,
+            hidden_states=hidden_states,
+        )
+
+    def unembed(self, x: jax.Array) -> jax.Array:
+        """Maps [..., D] after the final norm to f32[..., vocab] logits."""
+        with jax.named_scope("unembed"):
+            if self.config.tie_embeddings:
+                return self.embed.attend(x)
+            return self.lm_head(x, out_dtype=jnp.float32)
+
+    def init_cache(
+        self, batch: int, max_length: int, dtype: DTypeLike | None = None
+    ) -> DecoderCache:
+        """Makes an empty cache.
+
+        Args:
+          batch: rows B.
+          max_length: tokens a row may hold, over all calls.
+          dtype: dtype of keys, values and convolution states, the compute dtype by
+            default; recurrent states are f32 under any.
+
+        Returns:
+          The cache.
+        """
+        dtype = self.config.compute_dtype if dtype is None else dtype
+        periods = self.config.num_periods
+
+        def stacked(block):
+            one = block.mixer.init_cache(batch, max_length, dtype)
+            return jax.tree.map(
+                lambda leaf: jnp.tile(leaf[None], (periods,) + (1,) * leaf.ndim), one
+            )
+
+        return DecoderCache(
+            layers=tuple(stacked(block) for block in self.layers),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def mtp_hidden(
+        self,
+        hidden: jax.Array,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterAux | None]:
+        """Runs the multi-token prediction head.
+
+        Args:
+          hidden: [B, T, D], `ModelOutput.hidden`.
+          tokens: i32[B, T], what `hidden` was computed from.
+          segments: i32[B, T] as in `__call__`.
+          positions: i32[B, T] as in `__call__`.
+
+        Returns:
+          [B, T - 1, D]: index t, from tokens up to t + 1, is to predict token t + 2;
+          `unembed` makes logits of it. Where token t + 1 is of another document the
+          value means nothing. And the report of the head's router, if it has one.
+
+        Raises:
+          ValueError: the model has no such head.
+        """
+        if not self.config.num_mtp_layers:
+            raise ValueError("this model has no MTP head: num_mtp_layers=0")
+        if segments is not None:
+            segments = jnp.where(
+                segments[:, :-1] == segments[:, 1:], segments[:, :-1], 0
+            )
+        batch, time = tokens.shape
+        meta = packing_metadata(
+            (batch, time - 1),
+            segment_ids=segments,
+            positions=None if positions is None else positions[:, :-1],
+        )
+        with jax.named_scope("mtp"):
+            mtp = self.mtp
+            e = mtp.embed_norm(self.embed(tokens[:, 1:]))  # [B, T-1, D]
+            h = mtp.hidden_norm(hidden[:, :-1])  # [B, T-1, D]
+            x = mtp.proj(jnp.concatenate([e, h], axis=-1))
+            graphdef, state = nnx.split(mtp.block)
+            run = _rematerialized(graphdef, self.config.remat_policy, in_loop=False)
+            x, _, aux = run(state, x, meta, None, None)
+            return mtp.final_norm(x), aux
+
+    def mtp_logits(
+        self,
+        hidden: jax.Array,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of `mtp_hidden`, f32[B, T - 1, vocab]; same arguments."""
+        x, _ = self.mtp_hidden(hidden, tokens, segments, positions)
+        return self.unembed(x)
+
+    def _run_layers(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        caches: tuple[LayerCache, ...] | None,
+        length: jax.Array | None,
+        keep_states: bool,
+    ):
+        config = self.config
+        parts = [nnx.split(block) for block in self.layers]
+        runs = [
+            _rematerialized(
+                graphdef, config.remat_policy, in_loop=config.num_periods > 1
+            )
+            for graphdef, _ in parts
+        ]
+
+        def period(x, sliced):
+            params, caches = sliced
+            new_caches, reports, states = [], [], []
+            for i, run in enumerate(runs):
+                with jax.named_scope(f"layer_{i}_{config.pattern[i]}"):
+                    cache = None if caches is None else caches[i]
+                    x, cache, aux = run(params[i], x, meta, cache, length)
+                new_caches.append(cache)
+                reports.append(aux)
+                states.append(x)
+            kept = tuple(states) if keep_states else None
+            return x, (tuple(new_caches), tuple(reports), kept)
+
+        params = tuple(state for _, state in parts)
+        x, (new_caches, reports, states) = jax.lax.scan(period, x, (params, caches))
+        aux = None
+        if isinstance(config.mlp, MoEConfig):
+            aux = jax.tree.map(_in_layer_order, *reports)
+        if states is not None:
+            states = tuple(
+                states[i][p]
+                for p in range(config.num_periods)
+                for i in range(len(states))
+            )
+        return x, new_caches, aux, states
+
+
+def _norm_arguments(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "eps": config.norm_eps,
+        "zero_centered": config.zero_centered_norms,
+        "param_dtype": config.param_dtype,
+        "implementation": config.implementation,
+    }
+
+
+def _stacked_block(config: DecoderConfig, mixer: str, key: jax.Array) -> Block:
+    """Builds one block whose parameters hold all periods, drawn independently."""
+
+    def parameters(key):
+        return nnx.split(Block(config, mixer, rngs=nnx.Rngs(key)))[1]
+
+    abstract = nnx.eval_shape(lambda: Block(config, mixer, rngs=nnx.Rngs(0)))
+    graphdef, _ = nnx.split(abstract)
+    stacked = jax.vmap(parameters)(jax.random.split(key, config.num_periods))
+    return nnx.merge(graphdef, stacked)
+
+
+def _in_layer_order(*leaves: jax.Array) -> jax.Array:
+    """Interleaves per-position leaves [num_periods, ...] into [num_layers, ...]."""
+    stacked = jnp.stack(leaves, axis=1)  # [num_periods, positions, ...]
+    return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _rematerialized(graphdef: Any, policy: str, *, in_loop: bool) -> Callable:
+    """Returns a block as a pure function, rematerialised as the policy says."""
+
+    def run(state, x, meta, cache, length):
+        return nnx.merge(graphdef, state)(x, meta, cache, length)
+
+    if policy == "none":
+        return run
+    kind, _, names = policy.partition(":")
+    policies = jax.checkpoint_policies
+    if kind == "save_names":
+        saveable = policies.save_only_these_names(*names.split(","))
+    elif kind == "dots":
+        saveable = policies.dots_with_no_batch_dims_saveable
+    else:
+        saveable = policies.nothing_saveable
+    # The loop already keeps XLA from merging the recomputation with the forward pass;
+    # the barriers that would do it outside of one cost fusions.
+    return jax.checkpoint(run, policy=saveable, prevent_cse=not in_loop)

@@ -1,0 +1,1 @@
+"""Layers: Flax NNX modules over the ops of `pallas_kernels`."""

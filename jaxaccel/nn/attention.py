@@ -1,0 +1,225 @@
+"""Grouped-query attention: gated, normalised, windowed, with sinks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxaccel.cache.dense import KVCache
+from jaxaccel.data.batch import PackingMetadata
+from jaxaccel.nn.implementation import Implementations, implementation_of
+from jaxaccel.nn.linear import Linear, fan_in_init
+from jaxaccel.nn.norm import RMSNorm
+from jaxaccel.nn.rope import RopeConfig, apply_rope
+from pallas_kernels.attention import attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """An attention layer.
+
+    Attributes:
+      num_heads: query heads H.
+      num_kv_heads: key and value heads G; query head h reads h // (H / G).
+      head_dim: K, of queries, keys and values.
+      rope: rotary embedding, `None` for none.
+      qk_norm: RMS norm over each head's queries and keys, before the rotation.
+      output_gate: multiply the heads' outputs by the sigmoid of a projection of x
+        (Qwen3-Next).
+      window: a query sees this many tokens, itself among them; `None` sees all.
+      sinks: one learned logit per query head that takes part in the softmax and
+        gives nothing (gpt-oss).
+      logit_cap: scores become cap * tanh(score / cap).
+      use_bias: biases on all four projections.
+      scale: factor on the scores, `None` for head_dim**-0.5.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None = dataclasses.field(default_factory=RopeConfig)
+    qk_norm: bool = False
+    output_gate: bool = False
+    window: int | None = None
+    sinks: bool = False
+    logit_cap: float | None = None
+    use_bias: bool = False
+    scale: float | None = None
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"AttentionConfig: {name}={getattr(self, name)} must be positive"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"AttentionConfig: num_heads={self.num_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"AttentionConfig: window={self.window} must be positive or None"
+            )
+        if self.logit_cap is not None and self.logit_cap <= 0:
+            raise ValueError(
+                f"AttentionConfig: logit_cap={self.logit_cap} must be positive or None"
+            )
+        if self.rope is not None:
+            self.rope.rotary_dim(self.head_dim)
+
+
+class Attention(nnx.Module):
+    """A mixer whose memory is all keys and values, see `AttentionConfig`.
+
+    Attributes:
+      q_proj: Linear [D, H*K].
+      gate_proj: Linear [D, H*K], only with `output_gate`.
+      k_proj: Linear [D, G*K].
+      v_proj: Linear [D, G*K].
+      o_proj: Linear [H*K, D].
+      q_norm: RMSNorm over K, only with `qk_norm`.
+      k_norm: RMSNorm over K, only with `qk_norm`.
+      sinks: f32[H], only with `sinks`.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        d_model: int,
+        *,
+        norm_eps: float = 1e-6,
+        zero_centered: bool = False,
+        out_gain: float = 1.0,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: Implementations = None,
+        rngs: nnx.Rngs,
+    ):
+        """Creates the projections.
+
+        Args:
+          config: the layer.
+          d_model: width D.
+          norm_eps: of the query and key norms.
+          zero_centered: whether those norms scale by 1 + w.
+          out_gain: multiplies the initial deviation of `o_proj`.
+          dtype: dtype of the computation.
+          param_dtype: dtype of the parameters, the sinks apart.
+          implementation: see `nn.implementation`.
+          rngs: source of the `params` key.
+        """
+        kind = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        d_query = config.num_heads * config.head_dim
+        d_key = config.num_kv_heads * config.head_dim
+        bias = config.use_bias
+        self.q_proj = Linear(d_model, d_query, use_bias=bias, **kind)
+        if config.output_gate:
+            self.gate_proj = Linear(d_model, d_query, use_bias=bias, **kind)
+        self.k_proj = Linear(d_model, d_key, use_bias=bias, **kind)
+        self.v_proj = Linear(d_model, d_key, use_bias=bias, **kind)
+        self.o_proj = Linear(
+            d_query, d_model, use_bias=bias, kernel_init=fan_in_init(out_gain), **kind
+        )
+        if config.qk_norm:
+            norm = {
+                "eps": norm_eps,
+                "zero_centered": zero_centered,
+                "param_dtype": param_dtype,
+                "implementation": implementation,
+            }
+            self.q_norm = RMSNorm(config.head_dim, **norm)
+            self.k_norm = RMSNorm(config.head_dim, **norm)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32))
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.implementation = implementation_of("attention", implementation)
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
+        """Makes an empty cache for rows of up to `max_length` tokens."""
+        config = self.config
+        return KVCache.empty(
+            batch,
+            max_length,
+            config.num_kv_heads,
+            config.head_dim,
+            config.head_dim,
+            dtype,
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: KVCache | None = None,
+        length: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Mixes along time.
+
+        Args:
+          x: [B, T, D].
+          meta: documents and positions.
+          cache: keys and values of earlier calls; each row is one document then.
+          length: i32[B], tokens in the cache; required with it.
+
+        Returns:
+          [B, T, D] in the compute dtype, and the cache with x's tokens in it (`None`
+          without one).
+        """
+        config = self.config
+        batch, time, _ = x.shape
+        heads = (batch, time, config.num_heads, config.head_dim)
+        kv_heads = (batch, time, config.num_kv_heads, config.head_dim)
+        q = self.q_proj(x).reshape(heads)  # [B, T, H, K]
+        k = self.k_proj(x).reshape(kv_heads)  # [B, T, G, K]
+        v = self.v_proj(x).reshape(kv_heads)  # [B, T, G, K]
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.rope is not None:
+            q = apply_rope(q, meta.positions, config.rope)
+            k = apply_rope(k, meta.positions, config.rope)
+        q = checkpoint_name(q, "attention_q")
+        k = checkpoint_name(k, "attention_k")
+        v = checkpoint_name(v, "attention_v")
+        if cache is not None:
+            if length is None:
+                raise ValueError("Attention: a cache needs `length`, got None")
+            cache = cache.append(k, v, meta, length)
+            k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
+            # Padding queries attend to nothing, as without a cache.
+            where = {
+                "q_segment_ids": meta.is_real.astype(jnp.int32),
+                "kv_segment_ids": (cache.positions >= 0).astype(jnp.int32),
+                "q_positions": meta.positions,
+                "kv_positions": cache.positions,
+            }
+        elif meta.ids_are_given:
+            where = {
+                "q_segment_ids": meta.segment_ids,
+                "kv_segment_ids": meta.segment_ids,
+            }
+        else:
+            where = {}
+        o = attention(
+            q,
+            k,
+            v,
+            causal=True,
+            window=config.window,
+            sinks=self.sinks[...] if config.sinks else None,
+            logit_cap=config.logit_cap,
+            scale=config.scale,
+            implementation=self.implementation,
+            **where,
+        )  # [B, T, H, K]
+        o = checkpoint_name(o, "attention_out").reshape(batch, time, -1)
+        if config.output_gate:
+            gate = jax.nn.sigmoid(self.gate_proj(x, out_dtype=jnp.float32))
+            o = (o.astype(jnp.float32) * gate).astype(self.dtype)
+        return self.o_proj(o), cache

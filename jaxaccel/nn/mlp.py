@@ -1,0 +1,109 @@
+"""Dense feed-forward layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxaccel.nn.linear import Linear, fan_in_init
+
+
+ACTIVATIONS = ("swiglu", "relu2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """A dense feed-forward layer.
+
+    Attributes:
+      d_ff: hidden width F.
+      activation: "swiglu", silu(gate x) * up x; or "relu2", relu(up x)^2, without a
+        gate matrix.
+    """
+
+    d_ff: int
+    activation: str = "swiglu"
+
+    def __post_init__(self):
+        if self.d_ff < 1:
+            raise ValueError(f"MLPConfig: d_ff={self.d_ff} must be positive")
+        check_activation("MLPConfig", self.activation)
+
+
+def check_activation(owner: str, activation: str) -> None:
+    """Raises ValueError, in the owner's name, unless the activation is known."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{owner}: activation={activation!r} is unknown, allowed are "
+            f"{', '.join(map(repr, ACTIVATIONS))}"
+        )
+
+
+class MLP(nnx.Module):
+    """`down(act(x))`, see `MLPConfig`.
+
+    Attributes:
+      gate_proj: Linear [D, F], only for "swiglu".
+      up_proj: Linear [D, F].
+      down_proj: Linear [F, D].
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: str = "swiglu",
+        *,
+        out_gain: float = 1.0,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Creates the projections.
+
+        Args:
+          d_model: width D.
+          d_ff: hidden width F.
+          activation: "swiglu" or "relu2".
+          out_gain: multiplies the initial deviation of `down_proj`.
+          dtype: dtype of the computation.
+          param_dtype: dtype of the parameters.
+          rngs: source of the `params` key.
+
+        Raises:
+          ValueError: the activation is unknown.
+        """
+        check_activation("MLP", activation)
+        kind = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        if activation == "swiglu":
+            self.gate_proj = Linear(d_model, d_ff, **kind)
+        self.up_proj = Linear(d_model, d_ff, **kind)
+        self.down_proj = Linear(
+            d_ff, d_model, kernel_init=fan_in_init(out_gain), **kind
+        )
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., D] to [..., D] in the compute dtype."""
+        up = checkpoint_name(self.up_proj(x), "mlp_up")  # [..., F]
+        if self.activation == "swiglu":
+            gate = checkpoint_name(self.gate_proj(x), "mlp_gate")
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(relu2(up))
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """`silu(gate) * up`, the SiLU in f32; result in the inputs' dtype."""
+    gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    return gated.astype(up.dtype)
+
+
+def relu2(up: jax.Array) -> jax.Array:
+    """`relu(up)^2`, squared in f32; result in the input's dtype."""
+    positive = jax.nn.relu(up.astype(jnp.float32))
+    return (positive * positive).astype(up.dtype)

@@ -1,0 +1,134 @@
+"""Mixture of experts over one sort of the tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxaccel.data.batch import PackingMetadata
+from jaxaccel.nn.implementation import Implementations, implementation_of
+from jaxaccel.nn.linear import Linear, fan_in_init
+from jaxaccel.nn.mlp import MLP, relu2, swiglu
+from jaxaccel.nn.router import MoEConfig, Router, RouterAux, router_aux
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.sort_dispatch import combine, permute, sort_dispatch
+
+
+class MoE(nnx.Module):
+    """Sends each token through k of E experts, see `MoEConfig`.
+
+    No token is dropped and nothing of size [tokens, experts, width] is built: tokens
+    are sorted by expert once, and both products run over the sorted rows.
+
+    Attributes:
+      router: `Router`.
+      w_in: [E, D, 2F], gate then up, for "swiglu"; [E, D, F] for "relu2".
+      w_out: [E, F, D].
+      shared: MLP, only with `shared_d_ff`.
+      shared_gate: Linear [D, 1], only with `shared_gate`.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        d_model: int,
+        *,
+        out_gain: float = 1.0,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: Implementations = None,
+        rngs: nnx.Rngs,
+    ):
+        """Creates the parameters; the router's are f32 under any dtype.
+
+        Args:
+          config: the mixture.
+          d_model: width D.
+          out_gain: multiplies the initial deviation of the output projections.
+          dtype: dtype of the experts' computation.
+          param_dtype: dtype of the experts' parameters.
+          implementation: see `nn.implementation`.
+          rngs: source of the `params` key.
+        """
+        kind = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        experts, d_ff = config.num_experts, config.d_ff
+        d_in = 2 * d_ff if config.activation == "swiglu" else d_ff
+        self.router = Router(config, d_model, rngs=rngs)
+        self.w_in = nnx.Param(
+            fan_in_init(expert_axis=True)(
+                rngs.params(), (experts, d_model, d_in), param_dtype
+            )
+        )
+        self.w_out = nnx.Param(
+            fan_in_init(out_gain, expert_axis=True)(
+                rngs.params(), (experts, d_ff, d_model), param_dtype
+            )
+        )
+        if config.shared_d_ff:
+            self.shared = MLP(
+                d_model,
+                config.shared_d_ff,
+                config.activation,
+                out_gain=out_gain,
+                **kind,
+            )
+        if config.shared_gate:
+            self.shared_gate = Linear(d_model, 1, **kind)
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.matmul_implementation = implementation_of("grouped_matmul", implementation)
+        self.dispatch_implementation = implementation_of(
+            "sort_dispatch", implementation
+        )
+
+    def __call__(
+        self, x: jax.Array, meta: PackingMetadata
+    ) -> tuple[jax.Array, RouterAux]:
+        """Applies the mixture.
+
+        Args:
+          x: [B, T, D].
+          meta: padding is sent to no expert.
+
+        Returns:
+          [B, T, D] in the compute dtype, and the router's report.
+        """
+        config = self.config
+        batch, time, d_model = x.shape
+        is_real = meta.is_real if meta.ids_are_given else None
+        routing = self.router(x, is_real)
+        expert_ids = routing.expert_ids.reshape(-1, config.top_k)  # [B*T, k]
+        weights = routing.weights.reshape(-1, config.top_k)  # [B*T, k]
+        plan = sort_dispatch(
+            expert_ids,
+            config.num_experts,
+            implementation=self.dispatch_implementation,
+        )
+        tokens = x.astype(self.dtype).reshape(-1, d_model)  # [B*T, D]
+        rows = permute(tokens, plan)  # [B*T*k, D]
+        hidden = self._experts(rows, self.w_in[...], plan.group_sizes)
+        hidden = checkpoint_name(hidden, "moe_hidden")
+        if config.activation == "swiglu":
+            hidden = swiglu(*jnp.split(hidden, 2, axis=-1))  # [B*T*k, F]
+        else:
+            hidden = relu2(hidden)
+        out = self._experts(hidden, self.w_out[...], plan.group_sizes)
+        y = combine(out, plan, weights).reshape(x.shape)  # [B, T, D]
+        if config.shared_d_ff:
+            shared = self.shared(x)
+            if config.shared_gate:
+                gate = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
+                shared = (shared.astype(jnp.float32) * gate).astype(self.dtype)
+            y = y + shared
+        return y, router_aux(routing, plan.group_sizes, config, is_real)
+
+    def _experts(self, rows, kernel, group_sizes):
+        return grouped_matmul(
+            rows,
+            kernel.astype(self.dtype),
+            group_sizes,
+            implementation=self.matmul_implementation,
+        )

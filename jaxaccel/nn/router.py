@@ -1,0 +1,349 @@
+"""Choosing experts: scores, selection, weights, and what is reported about them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxaccel.nn.mlp import check_activation
+
+
+SCORES = ("softmax", "sigmoid", "topk_softmax")
+_BALANCE_COUNTS = ("selected", "unbiased")
+
+
+class RouterBias(nnx.Variable):
+    """Offsets that steer selection; moved by load, never by a gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts.
+
+    Attributes:
+      num_experts: E.
+      top_k: experts per token k.
+      d_ff: hidden width F of each expert.
+      activation: "swiglu" or "relu2", as in `MLPConfig`.
+      score: "softmax" over all experts, then the top k (Qwen3-Next); "sigmoid" of
+        each logit (DeepSeek-V3, Nemotron); or "topk_softmax", the top k logits, then
+        a softmax over those (gpt-oss).
+      normalize_weights: divide the chosen scores by their sum. Skipped for top_k = 1,
+        where it would make every weight one and cut the router's gradient; without
+        effect on "topk_softmax", whose weights sum to one already.
+      scale: factor on the weights.
+      num_groups: experts are split into this many groups of neighbours.
+      top_groups: only the experts of this many groups are candidates.
+      group_score_top: a group's score is the sum of this many best experts in it.
+      bias_update_rate: step of the load-steered selection bias; 0 has no bias.
+      shared_d_ff: hidden width of an expert that every token visits; 0 has none.
+      shared_gate: multiply the shared expert by the sigmoid of a projection of x.
+      balance_loss_coef: of the loss E / (k N^2) * sum_e sum_n p_ne * count_e over all
+        N real tokens of the batch (Fedus et al., arXiv:2101.03961); under jit over
+        several devices the batch is the global one.
+      sequence_balance_loss_coef: of the same loss within each row of the batch,
+        averaged over rows (DeepSeek-V3, arXiv:2412.19437).
+      balance_counts: "selected" counts the real selection (DeepSeek); "unbiased" what
+        would be selected without bias and groups (Megatron). For the losses only.
+      z_loss_coef: of mean(logsumexp(logits)^2) (Zoph et al., arXiv:2202.08906).
+    """
+
+    num_experts: int
+    top_k: int
+    d_ff: int
+    activation: str = "swiglu"
+    score: str = "softmax"
+    normalize_weights: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score_top: int = 2
+    bias_update_rate: float = 0.0
+    shared_d_ff: int = 0
+    shared_gate: bool = False
+    balance_loss_coef: float = 0.0
+    sequence_balance_loss_coef: float = 0.0
+    balance_counts: str = "selected"
+    z_loss_coef: float = 0.0
+
+    def __post_init__(self):
+        for name in ("num_experts", "d_ff", "num_groups", "group_score_top"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"MoEConfig: {name}={getattr(self, name)} must be positive"
+                )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"MoEConfig: top_k={self.top_k} must be from 1 to "
+                f"num_experts={self.num_experts}"
+            )
+        check_activation("MoEConfig", self.activation)
+        if self.score not in SCORES:
+            raise ValueError(
+                f"MoEConfig: score={self.score!r} is unknown, allowed are "
+                f"{', '.join(map(repr, SCORES))}"
+            )
+        if self.balance_counts not in _BALANCE_COUNTS:
+            raise ValueError(
+                f"MoEConfig: balance_counts={self.balance_counts!r} is unknown, "
+                f"allowed are {', '.join(map(repr, _BALANCE_COUNTS))}"
+            )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"MoEConfig: num_experts={self.num_experts} must be a multiple of "
+                f"num_groups={self.num_groups}"
+            )
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"MoEConfig: top_groups={self.top_groups} must be from 1 to "
+                f"num_groups={self.num_groups}"
+            )
+        in_group = self.num_experts // self.num_groups
+        if self.top_k > self.top_groups * in_group:
+            raise ValueError(
+                f"MoEConfig: top_k={self.top_k} is more than the "
+                f"{self.top_groups * in_group} experts of top_groups={self.top_groups}"
+            )
+        if self.num_groups > 1 and self.group_score_top > in_group:
+            raise ValueError(
+                f"MoEConfig: group_score_top={self.group_score_top} is more than the "
+                f"{in_group} experts of a group"
+            )
+        for name in (
+            "bias_update_rate",
+            "shared_d_ff",
+            "balance_loss_coef",
+            "sequence_balance_loss_coef",
+            "z_loss_coef",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"MoEConfig: {name}={getattr(self, name)} must not be negative"
+                )
+        if self.shared_gate and not self.shared_d_ff:
+            raise ValueError(
+                "MoEConfig: shared_gate=True needs shared_d_ff above 0, got 0"
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterAux:
+    """What a router reports; padding takes no part in any of it.
+
+    Attributes:
+      counts: i32[E], tokens sent to each expert.
+      balance_loss: f32[], both balance losses times their coefficients.
+      z_loss: f32[], times its coefficient.
+      entropy: f32[], of the shares of the counts in nats; ln(E) is perfect balance.
+      max_violation: f32[], load of the fullest expert over the mean load, minus one.
+    """
+
+    counts: jax.Array
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    entropy: jax.Array
+    max_violation: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Where each token goes.
+
+    Attributes:
+      expert_ids: i32[B, T, k], best first; E on padding, which no expert sees.
+      weights: f32[B, T, k], zero on padding.
+      logits: f32[B, T, E].
+    """
+
+    expert_ids: jax.Array
+    weights: jax.Array
+    logits: jax.Array
+
+
+class Router(nnx.Module):
+    """Scores experts in f32 and picks k per token, see `MoEConfig`.
+
+    Attributes:
+      kernel: f32[D, E].
+      bias: f32[E] `RouterBias`, only with `bias_update_rate` above 0; for selection,
+        never in the weights.
+    """
+
+    def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs):
+        """Creates the kernel, truncated normal with deviation `1 / sqrt(d_model)`.
+
+        Args:
+          config: the mixture.
+          d_model: width D.
+          rngs: source of the `params` key.
+        """
+        init = jax.nn.initializers.truncated_normal(d_model**-0.5)
+        self.kernel = nnx.Param(
+            init(rngs.params(), (d_model, config.num_experts), jnp.float32)
+        )
+        if config.bias_update_rate > 0:
+            self.bias = RouterBias(jnp.zeros((config.num_experts,), jnp.float32))
+        self.config = config
+
+    def __call__(self, x: jax.Array, is_real: jax.Array | None = None) -> Routing:
+        """Routes tokens.
+
+        Args:
+          x: [B, T, D].
+          is_real: bool[B, T], false on padding; `None` means no padding.
+
+        Returns:
+          The routing; equal scores go to the lowest expert.
+        """
+        config = self.config
+        # HIGHEST: on a GPU the default would round f32 operands to TF32.
+        logits = jnp.einsum(
+            "btd,de->bte",
+            x.astype(jnp.float32),
+            self.kernel[...],
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        scores = expert_scores(logits, config)
+        choice = scores
+        if config.bias_update_rate > 0:
+            choice = scores + self.bias[...][None, None, :]
+        expert_ids = select_experts(jax.lax.stop_gradient(choice), config)
+        weights = jnp.take_along_axis(scores, expert_ids, axis=-1)  # [B, T, k]
+        if config.score == "topk_softmax":
+            weights = jax.nn.softmax(weights, axis=-1)
+        elif config.normalize_weights and config.top_k > 1:
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            # Sigmoid scores can all vanish; a softmax's largest k cannot.
+            weights = weights / (total + (1e-20 if config.score == "sigmoid" else 0.0))
+        weights = weights * config.scale
+        if is_real is not None:
+            real = is_real[:, :, None]
+            expert_ids = jnp.where(real, expert_ids, config.num_experts)
+            weights = jnp.where(real, weights, 0.0)
+        return Routing(expert_ids=expert_ids, weights=weights, logits=logits)
+
+
+def expert_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
+    """Turns f32[..., E] logits into what selection and weights are made from."""
+    if config.score == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    if config.score == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    return logits
+
+
+def select_experts(choice: jax.Array, config: MoEConfig) -> jax.Array:
+    """Picks the k best experts of the best groups.
+
+    Args:
+      choice: f32[..., E], scores with the bias.
+      config: the mixture.
+
+    Returns:
+      i32[..., k], best first.
+    """
+    if config.num_groups > 1:
+        shape = (*choice.shape[:-1], config.num_groups, -1)
+        grouped = choice.reshape(shape)  # [..., groups, E / groups]
+        best, _ = jax.lax.top_k(grouped, config.group_score_top)
+        group_score = jnp.sum(best, axis=-1)  # [..., groups]
+        _, groups = jax.lax.top_k(group_score, config.top_groups)
+        kept = jnp.any(
+            groups[..., None]
+            == jnp.arange(config.num_groups).reshape((1,) * groups.ndim + (-1,)),
+            axis=-2,
+        )  # [..., groups]
+        # -inf and not 0: with a negative bias, 0 would win over a kept expert.
+        grouped = jnp.where(kept[..., None], grouped, -jnp.inf)
+        choice = grouped.reshape(choice.shape)
+    _, expert_ids = jax.lax.top_k(choice, config.top_k)
+    return expert_ids.astype(jnp.int32)
+
+
+def router_aux(
+    routing: Routing,
+    counts: jax.Array,
+    config: MoEConfig,
+    is_real: jax.Array | None = None,
+) -> RouterAux:
+    """Computes the losses and load figures of a routing.
+
+    Args:
+      routing: what the router returned.
+      counts: i32[E], tokens per expert.
+      config: the mixture, with the coefficients.
+      is_real: bool[B, T], false on padding; `None` means no padding.
+
+    Returns:
+      The report. Losses whose coefficient is zero cost nothing.
+    """
+    batch, time, num_experts = routing.logits.shape
+    if is_real is None:
+        is_real = jnp.ones((batch, time), bool)
+    real = is_real.astype(jnp.float32)
+    row_tokens = jnp.sum(real, axis=1)  # [B]
+    tokens = jnp.sum(row_tokens)
+    zero = jnp.zeros((), jnp.float32)
+
+    balance = zero
+    if config.balance_loss_coef or config.sequence_balance_loss_coef:
+        probabilities = _probabilities(routing.logits, config)
+        row_mass = jnp.einsum("bte,bt->be", probabilities, real)
+        row_counts = None
+        if config.balance_counts == "unbiased" or config.sequence_balance_loss_coef:
+            row_counts = _row_counts(routing, config, is_real).astype(jnp.float32)
+        if config.balance_loss_coef:
+            load = counts.astype(jnp.float32)
+            if config.balance_counts == "unbiased":
+                load = jnp.sum(row_counts, axis=0)
+            raw = jnp.sum(jnp.sum(row_mass, axis=0) * load)
+            norm = config.top_k * jnp.maximum(tokens, 1.0) ** 2
+            balance += config.balance_loss_coef * num_experts * raw / norm
+        if config.sequence_balance_loss_coef:
+            raw = jnp.sum(row_mass * row_counts, axis=1)  # [B]
+            norm = config.top_k * jnp.maximum(row_tokens, 1.0) ** 2
+            rows = jnp.maximum(jnp.sum(row_tokens > 0), 1).astype(jnp.float32)
+            mean = jnp.sum(num_experts * raw / norm) / rows
+            balance += config.sequence_balance_loss_coef * mean
+
+    z_loss = zero
+    if config.z_loss_coef:
+        log_z = jax.nn.logsumexp(routing.logits, axis=-1)  # [B, T]
+        z_loss = jnp.sum(log_z * log_z * real) / jnp.maximum(tokens, 1.0)
+        z_loss = config.z_loss_coef * z_loss
+
+    share = counts.astype(jnp.float32) / jnp.maximum(jnp.sum(counts), 1)
+    entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)))
+    return RouterAux(
+        counts=counts,
+        balance_loss=balance,
+        z_loss=z_loss,
+        entropy=entropy,
+        max_violation=jnp.max(share) * num_experts - 1.0,
+    )
+
+
+def _probabilities(logits: jax.Array, config: MoEConfig) -> jax.Array:
+    if config.score != "sigmoid":
+        return jax.nn.softmax(logits, axis=-1)
+    scores = jax.nn.sigmoid(logits)
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+
+
+def _row_counts(routing: Routing, config: MoEConfig, is_real: jax.Array) -> jax.Array:
+    """Counts tokens per row and expert, i32[B, E]."""
+    ids = routing.expert_ids
+    if config.balance_counts == "unbiased":
+        scores = jax.lax.stop_gradient(expert_scores(routing.logits, config))
+        _, ids = jax.lax.top_k(scores, config.top_k)
+        ids = jnp.where(is_real[:, :, None], ids, config.num_experts)
+    batch = ids.shape[0]
+    row = jnp.broadcast_to(jnp.arange(batch)[:, None, None], ids.shape)
+    counts = jnp.zeros((batch, config.num_experts), jnp.int32)
+    # Integers: the order of the additions cannot change the sum.
+    return counts.at[row, ids].add(1, mode="drop")
