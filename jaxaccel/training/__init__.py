@@ -1,0 +1,1 @@
+"""Training: losses, optimizer, the step, the loop, checkpoints and metrics."""

@@ -1,0 +1,409 @@
+"""One training step as a pure function of (state, batch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxaccel.core.sharding import (
+    constrain_rows,
+    like_parameters,
+    parameter_shardings,
+)
+from jaxaccel.core.tree import ModelParts, cast_floats, split_model
+from jaxaccel.data.batch import PackedBatch
+from jaxaccel.training.config import TrainConfig
+from jaxaccel.training.losses import chunked_cross_entropy, dense_cross_entropy
+from jaxaccel.training.optim import learning_rate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+      step: i32[], optimizer steps done.
+      params: parameters by name.
+      opt_state: state of the optimizer, f32.
+      rng: typed key; each step splits one off for its loss.
+      ema: f32 running mean of the parameters by name, or `None`.
+      buffers: variables that no gradient reaches, by name: router biases.
+      finite: bool[], false from the first step on whose loss or gradient is not
+        finite. That step and all later ones leave the state as it was, so that the
+        state which produced the NaN is there to be looked at.
+    """
+
+    step: jax.Array
+    params: dict[str, jax.Array]
+    opt_state: optax.OptState
+    rng: jax.Array
+    ema: dict[str, jax.Array] | None
+    buffers: dict[str, jax.Array]
+    finite: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchTotals:
+    """What sums over a whole batch are divided by, known before the first gradient.
+
+    Attributes:
+      weight: f32[], sum of the loss mask.
+      mtp_weight: f32[], sum of the mask of second-next tokens.
+      tokens: f32[], tokens that are not padding.
+    """
+
+    weight: jax.Array
+    mtp_weight: jax.Array
+    tokens: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSums:
+    """Sums over the tokens of a micro-batch; adding them up gives those of the batch.
+
+    Attributes:
+      loss: f32[], this micro-batch's part of the loss that is differentiated.
+      nats: f32[], sum of -log p(target) over counted targets.
+      correct: f32[], counted targets that had the largest logit.
+      bytes: f32[], UTF-8 bytes that the counted targets stand for.
+      mtp_nats: f32[], the same as `nats` for the second-next token.
+      balance: f32[], part of the routers' balance loss, mean over layers.
+      entropy: f32[], part of the entropy of the routers' choice, mean over layers.
+      counts: i32[L, E], tokens that each expert of each routed layer got, or `None`.
+    """
+
+    loss: jax.Array
+    nats: jax.Array
+    correct: jax.Array
+    bytes: jax.Array
+    mtp_nats: jax.Array
+    balance: jax.Array
+    entropy: jax.Array
+    counts: jax.Array | None
+
+
+Loss = Callable[..., tuple[jax.Array, BatchSums]]
+Metrics = dict[str, jax.Array]
+
+
+def second_next(batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+    """Targets and weights of the token after the next one.
+
+    Args:
+      batch: rows [B, T].
+
+    Returns:
+      (targets i32[B, T], weights f32[B, T]); the weight is zero where the document
+      ends before.
+    """
+    shift = ((0, 0), (0, 1))
+    targets = jnp.pad(batch.targets[:, 1:], shift)
+    same = jnp.pad(batch.segment_ids[:, 1:], shift) == batch.segment_ids
+    following = jnp.pad(batch.loss_mask[:, 1:], shift)
+    return targets, jnp.where(same, batch.loss_mask * following, 0.0)
+
+
+def batch_totals(batch: PackedBatch) -> BatchTotals:
+    """The normalisers of a whole batch."""
+    return BatchTotals(
+        weight=jnp.maximum(jnp.sum(batch.loss_mask), 1.0),
+        mtp_weight=jnp.maximum(jnp.sum(second_next(batch)[1]), 1.0),
+        tokens=jnp.maximum(_num_tokens(batch), 1.0),
+    )
+
+
+def _num_tokens(batch: PackedBatch) -> jax.Array:
+    return jnp.sum((batch.segment_ids > 0).astype(jnp.float32))
+
+
+def language_model_loss(
+    model: Any,
+    batch: PackedBatch,
+    totals: BatchTotals,
+    rng: jax.Array,
+    config: TrainConfig,
+) -> tuple[jax.Array, BatchSums]:
+    """Next-token cross-entropy, router losses and multi-token prediction.
+
+    Args:
+      model: a `Decoder`.
+      batch: one micro-batch [B, T].
+      totals: normalisers of the whole batch, so that the parts add up to its mean.
+      rng: key of this micro-batch; the default loss draws nothing.
+      config: weights of the parts.
+
+    Returns:
+      This micro-batch's part of the loss, and its sums.
+    """
+    del rng
+    output = model(batch.tokens, batch.segment_ids, batch.positions)
+    hidden = constrain_rows(output.hidden)  # [B, T, D]
+    sums = chunked_cross_entropy(
+        model.unembed,
+        hidden,
+        batch.targets,
+        batch.loss_mask,
+        chunk=config.loss_chunk,
+        z_loss=config.z_loss,
+    )
+    loss = sums.loss / totals.weight
+    zero = jnp.zeros((), jnp.float32)
+    balance, entropy, counts, mtp_nats = zero, zero, None, zero
+    if output.aux is not None:
+        # Means over tokens add up when weighted by the share of the batch's tokens.
+        share = _num_tokens(batch) / totals.tokens
+        balance = share * jnp.mean(output.aux.balance_loss)
+        entropy = share * jnp.mean(output.aux.entropy)
+        router_z = share * jnp.mean(output.aux.z_loss)
+        counts = output.aux.counts
+        loss = loss + config.balance_loss_weight * balance
+        loss = loss + config.router_z_loss_weight * router_z
+    if config.mtp_loss_weight:
+        targets, weights = second_next(batch)
+        logits = model.mtp_logits(
+            output.hidden, batch.targets, batch.segment_ids, batch.positions
+        )
+        mtp = dense_cross_entropy(logits, targets, weights)
+        mtp_nats = mtp.nats
+        loss = loss + config.mtp_loss_weight * mtp.loss / totals.mtp_weight
+    return loss, BatchSums(
+        loss=loss,
+        nats=sums.nats,
+        correct=sums.correct,
+        bytes=jnp.sum(jnp.where(batch.loss_mask > 0, batch.num_bytes, 0.0)),
+        mtp_nats=mtp_nats,
+        balance=balance,
+        entropy=entropy,
+        counts=counts,
+    )
+
+
+def _micro_batches(batch: PackedBatch, accumulation: int) -> PackedBatch:
+    """[B, ...] -> [accumulation, B / accumulation, ...].
+
+    Micro-batch i takes every accumulation-th row, from row i on: each device then
+    keeps the rows that it has.
+    """
+
+    def split(x):
+        rows = x.shape[0] // accumulation
+        return jnp.swapaxes(x.reshape(rows, accumulation, *x.shape[1:]), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def update_router_biases(
+    buffers: Mapping[str, jax.Array], counts: jax.Array | None, rate: float
+) -> dict[str, jax.Array]:
+    """Loss-free balancing, b += rate * sign(mean(c) - c) (arXiv 2408.15664).
+
+    Args:
+      buffers: arrays by name; "layers/<position>/.../router/bias" are f32[P, E].
+      counts: i32[L, E], tokens by expert for all routed layers in the order of the
+        network: period by period, and position by position within a period.
+      rate: size of the change.
+
+    Returns:
+      The buffers with their new biases.
+    """
+    names = [name for name in buffers if name.endswith("router/bias")]
+    if counts is None or not names:
+        return dict(buffers)
+    names.sort(key=lambda name: int(name.split("/")[1]))
+    counts = counts.reshape(-1, len(names), counts.shape[-1])  # [P, positions, E]
+    updated = dict(buffers)
+    for position, name in enumerate(names):
+        load = counts[:, position].astype(jnp.float32)  # [P, E]
+        excess = load - jnp.mean(load, axis=-1, keepdims=True)
+        updated[name] = buffers[name] - rate * jnp.sign(excess)
+    return updated
+
+
+def _gradients(parts, config, loss, state, batch, rng):
+    """f32 gradients and sums of a whole batch, micro-batch by micro-batch."""
+    totals = batch_totals(batch)
+
+    def part(params, batch, rng):
+        model = parts.merge(params, state.buffers)
+        return loss(model, batch, totals, rng, config)
+
+    def gradient(batch, rng):
+        grads, sums = jax.grad(part, has_aux=True)(state.params, batch, rng)
+        return cast_floats(grads, jnp.float32), sums
+
+    if config.accumulation == 1:
+        return *gradient(batch, rng), totals
+    micro = _micro_batches(batch, config.accumulation)
+    rngs = jax.random.split(rng, config.accumulation)
+    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), rngs[0])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def accumulate(carry, xs):
+        return jax.tree.map(jnp.add, carry, gradient(*xs)), None
+
+    (grads, sums), _ = jax.lax.scan(accumulate, zeros, (micro, rngs))
+    return grads, sums, totals
+
+
+def _metrics(sums: BatchSums, totals: BatchTotals, config: TrainConfig) -> Metrics:
+    metrics = {
+        "loss": sums.loss,
+        "nats_per_token": sums.nats / totals.weight,
+        "nats_per_byte": sums.nats / jnp.maximum(sums.bytes, 1.0),
+        "accuracy": sums.correct / totals.weight,
+        "tokens": totals.tokens,
+    }
+    if config.mtp_loss_weight:
+        metrics["mtp_nats_per_token"] = sums.mtp_nats / totals.mtp_weight
+    if sums.counts is not None:
+        load = sums.counts.astype(jnp.float32)  # [L, E]
+        mean = jnp.maximum(jnp.mean(load, axis=-1), 1.0)
+        metrics["router_balance_loss"] = sums.balance
+        metrics["router_entropy"] = sums.entropy
+        metrics["router_max_violation"] = jnp.max(jnp.max(load, axis=-1) / mean) - 1.0
+        metrics["router_dead_experts"] = jnp.sum((load == 0).astype(jnp.float32))
+    return metrics
+
+
+def make_train_step(
+    parts: ModelParts,
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    *,
+    router_bias_rate: float = 0.0,
+    loss: Loss = language_model_loss,
+) -> Callable[[TrainState, PackedBatch], tuple[TrainState, Metrics]]:
+    """Builds the step; jit it with `donate_argnums=0`.
+
+    Args:
+      parts: the model taken apart.
+      optimizer: works on f32 trees of named arrays.
+      config: accumulation, loss weights, EMA.
+      router_bias_rate: step of the router biases, 0 leaves them.
+      loss: see `language_model_loss`; another objective takes its place here.
+
+    Returns:
+      A pure function (state, batch [B, T] of all devices) -> (state, metrics f32[]).
+    """
+    schedule = learning_rate(config.optim, config.num_steps)
+
+    def train_step(state: TrainState, batch: PackedBatch):
+        next_rng, rng = jax.random.split(state.rng)
+        grads, sums, totals = _gradients(parts, config, loss, state, batch, rng)
+        grad_norm = optax.tree.norm(grads)
+        full = cast_floats(state.params, jnp.float32)
+        updates, opt_state = optimizer.update(grads, state.opt_state, full)
+        new = jax.tree.map(jnp.add, full, updates)
+        ema = state.ema
+        if ema is not None and config.ema_decay is not None:
+            decay = config.ema_decay
+            ema = jax.tree.map(lambda e, p: decay * e + (1.0 - decay) * p, ema, new)
+        changed = TrainState(
+            step=state.step + 1,
+            params=jax.tree.map(lambda n, p: n.astype(p.dtype), new, state.params),
+            opt_state=opt_state,
+            rng=next_rng,
+            ema=ema,
+            buffers=update_router_biases(state.buffers, sums.counts, router_bias_rate),
+            finite=state.finite,
+        )
+        finite = state.finite & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
+        kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), changed, state)
+        metrics = _metrics(sums, totals, config)
+        metrics |= {"grad_norm": grad_norm, "lr": schedule(state.step)}
+        metrics["finite"] = finite.astype(jnp.float32)
+        return dataclasses.replace(kept, finite=finite), metrics
+
+    return train_step
+
+
+def make_eval_step(
+    parts: ModelParts, config: TrainConfig
+) -> Callable[[Mapping, Mapping, PackedBatch], Metrics]:
+    """Builds (params, buffers, batch) -> {"nats", "correct", "weight", "bytes"}: sums."""
+
+    def eval_step(params, buffers, batch: PackedBatch) -> Metrics:
+        model: Any = parts.merge(params, buffers)
+        output = model(batch.tokens, batch.segment_ids, batch.positions)
+        sums = chunked_cross_entropy(
+            model.unembed,
+            constrain_rows(output.hidden),
+            batch.targets,
+            batch.loss_mask,
+            chunk=config.loss_chunk,
+        )
+        counted = jnp.where(batch.loss_mask > 0, batch.num_bytes, 0.0)
+        return {
+            "nats": sums.nats,
+            "correct": sums.correct,
+            "weight": sums.weight,
+            "bytes": jnp.sum(counted),
+        }
+
+    return eval_step
+
+
+def make_init(
+    build: Callable[[jax.Array], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+) -> Callable[[], TrainState]:
+    """Builds the function that makes the first state; jit it with `out_shardings`.
+
+    Args:
+      build: key -> model with fresh parameters.
+      optimizer: as for `make_train_step`.
+      config: seed and EMA.
+
+    Returns:
+      () -> state at step 0.
+    """
+
+    def init() -> TrainState:
+        model_key, rng = jax.random.split(jax.random.key(config.seed))
+        params, buffers = split_model(build(model_key))
+        full = cast_floats(params, jnp.float32)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(full),
+            rng=rng,
+            ema=full if config.ema_decay is not None else None,
+            buffers=buffers,
+            finite=jnp.ones((), bool),
+        )
+
+    return init
+
+
+def state_shardings(state: TrainState, mesh: Mesh, config: TrainConfig) -> TrainState:
+    """Where each array of an (abstract) state lies; see `core.sharding`.
+
+    Raises:
+      ValueError: a mesh axis does not divide a parameter's dimension.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = parameter_shardings(
+        state.params,
+        mesh,
+        replicate_indivisible=config.mesh.replicate_indivisible,
+    )
+    return TrainState(
+        step=replicated,  # pyrefly: ignore
+        params=params,  # pyrefly: ignore
+        opt_state=like_parameters(state.opt_state, params, state.params, mesh),
+        rng=replicated,  # pyrefly: ignore
+        ema=params if state.ema is not None else None,  # pyrefly: ignore
+        buffers=jax.tree.map(lambda _: replicated, state.buffers),
+        finite=replicated,  # pyrefly: ignore
+    )
