@@ -1,0 +1,91 @@
+"""What gin files may name, and the one entry point they bind: `Experiment`.
+
+Model, data and training code knows nothing of gin; the names are given here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Protocol, runtime_checkable
+
+import gin
+
+from jaxaccel.data.pipeline import DataConfig
+from jaxaccel.decoding.sampling import SamplingConfig
+from jaxaccel.models.config import DecoderConfig
+from jaxaccel.training.config import TrainConfig
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """What each model's config offers: its plan for the decoder."""
+
+    def decoder(self) -> DecoderConfig: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The text that a training run writes when it ends.
+
+    Attributes:
+      prompts: beginnings to continue.
+      max_new_tokens: length of each continuation.
+      sampling: how tokens are drawn.
+      seed: of the draws.
+    """
+
+    prompts: tuple[str, ...] = ("def ", "The ")
+    max_new_tokens: int = 64
+    sampling: SamplingConfig = dataclasses.field(
+        default_factory=lambda: SamplingConfig(temperature=0.8, top_p=0.95)
+    )
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that a training run is made from.
+
+    Attributes:
+      model: for example `@Qwen3NextConfig()`.
+      data: corpus, tokenizer and packing.
+      train: steps, optimizer, evaluation, checkpoints, mesh.
+      sample: the text written at the end; `None` writes none.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    sample: SampleConfig | None = dataclasses.field(default_factory=SampleConfig)
+
+
+# Configurable -> the module it lives in.
+_HOME = {
+    "DataConfig": "jaxaccel.data.pipeline",
+    "Experiment": __name__,
+    "MeshConfig": "jaxaccel.training.config",
+    "OptimConfig": "jaxaccel.training.config",
+    "Qwen3NextConfig": "jaxaccel.models.qwen3_next",
+    "Qwen3_5TextConfig": "jaxaccel.models.qwen3_5_text",
+    "SampleConfig": __name__,
+    "SamplingConfig": "jaxaccel.decoding.sampling",
+    "StdlibSource": "jaxaccel.data.sources",
+    "TextFolderSource": "jaxaccel.data.sources",
+    "JsonlSource": "jaxaccel.data.sources",
+    "InMemorySource": "jaxaccel.data.sources",
+    "TrainConfig": "jaxaccel.training.config",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that a gin file may use."""
+    return tuple(_HOME)
+
+
+@functools.cache
+def register_all() -> None:
+    """Gives the configurables their names; direct Python calls are not altered."""
+    for name, home in _HOME.items():
+        gin.register(getattr(importlib.import_module(home), name), module="jaxaccel")
