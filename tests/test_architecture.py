@@ -27,8 +27,9 @@ LAYERS = (
     ("models",),
     ("training", "decoding"),
     ("systems",),
-    ("reports", "benchmarks"),
+    ("reports",),
     ("config",),
+    ("benchmarks",),
     ("cli", "__main__"),
 )
 LEVEL = {name: i for i, row in enumerate(LAYERS) for name in row}

@@ -1,0 +1,1 @@
+"""Benchmarks of whole systems; kernels have `python -m pallas_kernels.bench`."""
