@@ -99,8 +99,8 @@ class DecoderConfig:
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(
-                    f"DecoderConfig: {name}={getattr(self, name)!r} is unknown, allowed "
-                    f"are {', '.join(map(repr, DTYPES))}"
+                    f"DecoderConfig: {name}={getattr(self, name)!r} is unknown, "
+                    f"allowed are {', '.join(map(repr, DTYPES))}"
                 )
         if self.norm_eps < 0:
             raise ValueError(

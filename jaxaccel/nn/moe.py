@@ -97,7 +97,7 @@ class MoE(nnx.Module):
           [B, T, D] in the compute dtype, and the router's report.
         """
         config = self.config
-        batch, time, d_model = x.shape
+        d_model = x.shape[-1]
         is_real = meta.is_real if meta.ids_are_given else None
         routing = self.router(x, is_real)
         expert_ids = routing.expert_ids.reshape(-1, config.top_k)  # [B*T, k]

@@ -317,7 +317,8 @@ def router_aux(
         z_loss = jnp.sum(log_z * log_z * real) / jnp.maximum(tokens, 1.0)
         z_loss = config.z_loss_coef * z_loss
 
-    share = counts.astype(jnp.float32) / jnp.maximum(jnp.sum(counts), 1)
+    load = counts.astype(jnp.float32)
+    share = load / jnp.maximum(jnp.sum(load), 1.0)
     entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)))
     return RouterAux(
         counts=counts,
