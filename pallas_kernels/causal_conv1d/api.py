@@ -1,0 +1,104 @@
+"""The public function: checks, then the implementation that was chosen."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels.causal_conv1d import reference, xla
+
+
+_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+
+
+def choose(
+    *args: Any, implementation: Implementation | None = None, **options: Any
+) -> Choice:
+    """Says what a call of `causal_conv1d` would run.
+
+    Args:
+      *args: arrays or `jax.ShapeDtypeStruct`, as for `causal_conv1d`.
+      implementation: the one asked for.
+      **options: the other keywords of `causal_conv1d`.
+
+    Returns:
+      The choice.
+    """
+    del args, options  # Both implementations run everything that passes the checks.
+    return select("causal_conv1d", implementation, {}, available=_AVAILABLE)
+
+
+def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+    if dtype is not None and array.dtype != dtype:
+        raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(dtype)}")
+
+
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    is_first: jax.Array | None = None,
+    is_real: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    activation: Literal["silu"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Depthwise causal convolution over time, y_t = act(sum_w c_w x_(t-W+1+w) + b).
+
+    Args:
+      x: [B, T, D].
+      weight: [W, D]; weight[W - 1] multiplies the current token.
+      bias: [D].
+      is_first: bool[B, T], whether a token begins a document: its window and those
+        of later tokens don't reach further back.
+      is_real: bool[B, T], false on padding, which the final state skips.
+      initial_state: [B, W - 1, D], the inputs before the row, dtype of x; zeros if
+        `None`.
+      activation: "silu" or `None`.
+      implementation: "xla", "reference" or `None`.
+
+    Returns:
+      (y [B, T, D] of x's dtype, final_state [B, W - 1, D]: the last W - 1 raw inputs
+      of the row's last document, zeros where it is younger than that). Sums are f32.
+
+    Raises:
+      ValueError: a shape, dtype or activation is not allowed.
+    """
+    choice = choose(x, weight, implementation=implementation)
+    if x.ndim != 3 or weight.ndim != 2:
+        raise ValueError(
+            f"x and weight have shapes {x.shape} and {weight.shape}, expected "
+            "[B, T, D] and [W, D]"
+        )
+    batch, time, dim = x.shape
+    width = weight.shape[0]
+    _expect("weight", weight, (width, dim))
+    if width < 1:
+        raise ValueError("weight has no taps, expected at least one")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation is {activation!r}, allowed are 'silu' and None")
+    if bias is not None:
+        _expect("bias", bias, (dim,))
+    if is_first is not None:
+        _expect("is_first", is_first, (batch, time), jnp.bool_)
+    if is_real is not None:
+        _expect("is_real", is_real, (batch, time), jnp.bool_)
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, width - 1, dim), x.dtype)
+    _expect("initial_state", initial_state, (batch, width - 1, dim), x.dtype)
+    run = reference if choice.implementation == "reference" else xla
+    return run.causal_conv1d(
+        x,
+        weight,
+        bias=bias,
+        is_first=is_first,
+        is_real=is_real,
+        initial_state=initial_state,
+        activation=activation,
+    )

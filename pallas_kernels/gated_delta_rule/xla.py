@@ -1,0 +1,394 @@
+"""The chunked form: matrix products inside chunks, a short scan over chunks.
+
+Formulas and names as in README.md. Letters beyond the usual ones: n chunk, r value
+head of a key head, i and j tokens of a chunk (i the later one).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta_rule.config import Config
+from pallas_kernels.gated_delta_rule.inverse import unit_lower_inverse
+
+
+class _Chunks(NamedTuple):
+    """Inputs of some chunks.
+
+    q, k [n, B, Hk, C, K]; v [n, B, Hk, R, C, V]; g, beta f32[n, B, Hk, R, C];
+    first bool[n, B, C].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    first: jax.Array
+
+
+class _Decay(NamedTuple):
+    """Decay factors, all <= 1; those that would cross a document border are 0.
+
+    within [n, B, Hk, R, i, j] from after token j to after token i; enter [..., i]
+    from the chunk's entry to after token i; leave [..., j] from after token j to the
+    chunk's exit; across [...] over the whole chunk; same bool[n, B, i, j] whether
+    j <= i and both are of one document.
+    """
+
+    within: jax.Array
+    enter: jax.Array
+    leave: jax.Array
+    across: jax.Array
+    same: jax.Array
+
+
+class _Saved(NamedTuple):
+    """What the backward needs of the forward.
+
+    inverse [n, B, Hk, R, i, j]; entry [n, B, Hk, R, V, K] states at chunk entries;
+    written [n, B, Hk, R, C, V] the rows that are added to the state.
+    """
+
+    inverse: jax.Array
+    entry: jax.Array
+    written: jax.Array
+
+
+def _product(subscripts: str, *operands: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Product of operands rounded to `dtype`, accumulated in f32."""
+    # Without HIGHEST a GPU multiplies f32 operands as tf32.
+    exact = dtype == jnp.float32
+    return jnp.einsum(
+        subscripts,
+        *(x.astype(dtype) for x in operands),
+        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+    )
+
+
+def _decay(x: _Chunks) -> _Decay:
+    run = jnp.cumsum(x.first.astype(jnp.int32), axis=-1)  # [n, B, C]
+    size = run.shape[-1]
+    tril = jnp.tril(jnp.ones((size, size), bool))
+    same = (run[..., :, None] == run[..., None, :]) & tril[None, None]
+    # A document's first token has nothing to decay; and exp is 0 in f32 from -104
+    # on, so the floor changes no result but keeps the sums below precise.
+    g = jnp.where(x.first[:, :, None, None, :], 0.0, jnp.maximum(x.g, -110.0))
+    # Sums restart with each document: what came before can't blur them.
+    total = _product(
+        "nbhrj,nbij->nbhri", g, same.astype(jnp.float32), dtype=jnp.dtype(jnp.float32)
+    )
+    same_all = same[:, :, None, None]
+    difference = total[..., :, None] - total[..., None, :]
+    within = jnp.exp(jnp.where(same_all, difference, -jnp.inf))
+    begun_before = (run == 0)[:, :, None, None, :]
+    enter = jnp.where(begun_before, jnp.exp(total), 0.0)
+    return _Decay(
+        within=within,
+        enter=enter,
+        leave=within[..., -1, :],
+        across=enter[..., -1],
+        same=same,
+    )
+
+
+def _strictly_lower(same: jax.Array) -> jax.Array:
+    size = same.shape[-1]
+    strict = jnp.tril(jnp.ones((size, size), bool), -1)
+    return (same & strict[None, None])[:, :, None, None]
+
+
+def _inverse(x: _Chunks, decay: _Decay, kk: jax.Array) -> jax.Array:
+    lower = jnp.where(
+        _strictly_lower(decay.same), x.beta[..., :, None] * kk[:, :, :, None], 0.0
+    )
+    return unit_lower_inverse(lower)
+
+
+def _solve(x: _Chunks, state: jax.Array, decay: _Decay) -> tuple[jax.Array, _Saved]:
+    """Runs the state through the chunks.
+
+    Args:
+      x: the inputs.
+      state: f32[B, Hk, R, V, K].
+      decay: their decay factors.
+
+    Returns:
+      (the state after the last chunk, what was computed on the way).
+    """
+    dtype = x.v.dtype
+    product = functools.partial(_product, dtype=dtype)
+    kk = product("nbhik,nbhjk->nbhij", x.k, x.k)
+    inverse = _inverse(x, decay, kk)
+    weights = inverse * decay.within * x.beta[..., None, :]  # [n, B, Hk, R, i, j]
+    from_values = product("nbhrij,nbhrjv->nbhriv", weights, x.v)
+    from_state = product(
+        "nbhrij,nbhjk->nbhrik", weights * decay.enter[..., None, :], x.k
+    ).astype(dtype)
+
+    def chunk(state, inputs):
+        k, from_values, from_state, leave, across = inputs
+        entry = state.astype(dtype)
+        written = from_values - product("bhrik,bhrvk->bhriv", from_state, entry)
+        left = written * leave[..., None]
+        state = across[..., None, None] * state
+        state = state + product("bhriv,bhik->bhrvk", left, k)
+        return state, (entry, written.astype(dtype))
+
+    state, (entry, written) = jax.lax.scan(
+        chunk, state, (x.k, from_values, from_state, decay.leave, decay.across)
+    )
+    return state, _Saved(inverse.astype(dtype), entry, written)
+
+
+def _forward_group(
+    scale: float, x: _Chunks, state: jax.Array
+) -> tuple[jax.Array, jax.Array, _Saved]:
+    product = functools.partial(_product, dtype=x.v.dtype)
+    decay = _decay(x)
+    state, saved = _solve(x, state, decay)
+    qk = product("nbhik,nbhjk->nbhij", x.q, x.k)
+    scores = scale * qk[:, :, :, None] * decay.within
+    o = product("nbhik,nbhrvk->nbhriv", x.q, saved.entry)
+    o = scale * decay.enter[..., None] * o
+    o = o + product("nbhrij,nbhrjv->nbhriv", scores, saved.written)
+    return o.astype(x.v.dtype), state, saved
+
+
+def _backward_group(
+    scale: float,
+    x: _Chunks,
+    saved: _Saved,
+    decay: _Decay,
+    do: jax.Array,
+    d_state: jax.Array,
+) -> tuple[_Chunks, jax.Array]:
+    """Gradients of `_forward_group`; the letters in comments are README.md's."""
+    dtype = x.v.dtype
+    product = functools.partial(_product, dtype=dtype)
+    inverse = saved.inverse.astype(jnp.float32)
+    kk = product("nbhik,nbhjk->nbhij", x.k, x.k)[:, :, :, None]
+    qk = product("nbhik,nbhjk->nbhij", x.q, x.k)[:, :, :, None]
+    beta_j = x.beta[..., None, :]
+    decayed = inverse * decay.within  # A o G
+    weights = decayed * beta_j  # Ã
+    scores = scale * qk * decay.within  # P
+    enter, leave = decay.enter[..., None], decay.leave[..., None]
+
+    from_do = product("nbhrij,nbhriv->nbhrjv", scores, do)  # Pᵀ dO
+    to_written = product("nbhrij,nbhriv->nbhrjv", weights, from_do)
+    to_state = product("nbhrij,nbhik->nbhrjk", weights * leave, x.k).astype(dtype)
+    do_entering = (scale * enter * do.astype(jnp.float32)).astype(dtype)
+
+    def chunk(d_state, inputs):
+        q, k, to_written, to_state, do_entering, enter, across = inputs
+        d_exit = d_state.astype(dtype)
+        dv = to_written + product("bhrjk,bhrvk->bhrjv", to_state, d_exit)  # dW
+        du = -enter * dv
+        d_state = across[..., None, None] * d_state
+        d_state = d_state + product("bhriv,bhik->bhrvk", do_entering, q)
+        d_state = d_state + product("bhriv,bhik->bhrvk", du, k)
+        return d_state, (d_exit, dv.astype(dtype))
+
+    d_state, (d_exit, dv) = jax.lax.scan(
+        chunk,
+        d_state,
+        (x.q, x.k, to_written, to_state, do_entering, enter, decay.across),
+        reverse=True,
+    )
+
+    read = product("nbhik,nbhrvk->nbhriv", x.k, saved.entry)  # U
+    missing = x.v.astype(jnp.float32) - enter * read  # W
+    k_exit = leave * product("nbhik,nbhrvk->nbhriv", x.k, d_exit)
+    d_written = from_do + k_exit  # dD
+    du = -enter * dv.astype(jnp.float32)
+    same = decay.same[:, :, None, None]
+    d_weights = product("nbhriv,nbhrjv->nbhrij", d_written, missing)
+    d_weights = jnp.where(same, d_weights, 0.0)
+    d_scores = product("nbhriv,nbhrjv->nbhrij", do, saved.written)
+    d_scores = jnp.where(same, d_scores, 0.0)
+
+    dq_entering = product("nbhriv,nbhrvk->nbhrik", do_entering, saved.entry)
+    d_qk = scale * jnp.sum(d_scores * decay.within, axis=3)  # [n, B, Hk, i, j]
+    dq = jnp.sum(dq_entering, axis=3) + product("nbhij,nbhjk->nbhik", d_qk, x.k)
+
+    d_inverse = d_weights * decay.within * beta_j
+    inner = product("nbhrlj,nbhrij->nbhrli", d_inverse, saved.inverse)
+    d_lower = product("nbhrli,nbhrlj->nbhrji", inner, saved.inverse)
+    d_lower = jnp.where(_strictly_lower(decay.same), -d_lower, 0.0)
+    d_kk = jnp.sum(x.beta[..., :, None] * d_lower, axis=3)
+    left = leave * saved.written.astype(jnp.float32)
+    dk = product("nbhriv,nbhrvk->nbhik", left, d_exit)
+    dk = dk + product("nbhriv,nbhrvk->nbhik", du, saved.entry)
+    dk = dk + product("nbhij,nbhik->nbhjk", d_qk, x.q)
+    dk = dk + product("nbhij,nbhjk->nbhik", d_kk + jnp.swapaxes(d_kk, -1, -2), x.k)
+
+    d_beta = jnp.sum(d_weights * decayed, axis=-2) + jnp.sum(d_lower * kk, axis=-1)
+
+    by_pair = d_weights * weights + d_scores * scores  # Z
+    leaving = jnp.sum(k_exit * saved.written.astype(jnp.float32), axis=-1)
+    d_total = jnp.sum(by_pair, axis=-1) - jnp.sum(by_pair, axis=-2) - leaving
+    q32 = x.q.astype(jnp.float32)[:, :, :, None]
+    d_total = d_total + jnp.sum(q32 * dq_entering, axis=-1)
+    d_total = d_total + jnp.sum(du * read, axis=-1)
+    kept = jnp.einsum(
+        "nbhrvk,nbhrvk->nbhr",
+        d_exit.astype(jnp.float32),
+        saved.entry.astype(jnp.float32),
+    )
+    at_exit = jnp.sum(leaving, axis=-1) + decay.across * kept
+    d_total = d_total.at[..., -1].add(at_exit)
+    # Sums stop at the document's end: an earlier document gets exact zeros.
+    dg = _product(
+        "nbhri,nbij->nbhrj",
+        d_total,
+        decay.same.astype(jnp.float32),
+        dtype=jnp.dtype(jnp.float32),
+    )
+    unused = x.first[:, :, None, None, :] | (x.g < -110.0)
+    dg = jnp.where(unused, 0.0, dg)
+    gradients = _Chunks(
+        q=dq.astype(dtype),
+        k=dk.astype(dtype),
+        v=dv,
+        g=dg,
+        beta=d_beta,
+        first=x.first,
+    )
+    return gradients, d_state
+
+
+def _to_chunks(config: Config, groups: int, x: jax.Array, heads: int) -> jax.Array:
+    """[B, T, H, ...] to [groups, n, B, Hk, R, C, ...]; no R axis if heads is 0."""
+    batch, _, *rest = x.shape
+    shape = (batch, groups, config.group, config.chunk)
+    if not rest:
+        return jnp.moveaxis(x.reshape(shape), 0, 2)
+    if heads == 0:
+        x = x.reshape(*shape, *rest)
+        return jnp.transpose(x, (1, 2, 0, 4, 3, *range(5, x.ndim)))
+    x = x.reshape(*shape, heads, rest[0] // heads, *rest[1:])
+    return jnp.transpose(x, (1, 2, 0, 4, 5, 3, *range(6, x.ndim)))
+
+
+def _to_tokens(x: jax.Array) -> jax.Array:
+    """[groups, n, B, Hk, R, C, V] back to [B, T, Hv, V]."""
+    groups, count, batch, key_heads, group, size, dim = x.shape
+    x = jnp.transpose(x, (2, 0, 1, 5, 3, 4, 6))
+    return x.reshape(batch, groups * count * size, key_heads * group, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rule(
+    config: Config, scale: float, x: _Chunks, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """All groups in turn; leaves of `x` have a leading [groups] axis."""
+
+    def group(state, x):
+        o, state, _ = _forward_group(scale, x, state)
+        return state, o
+
+    state, o = jax.lax.scan(group, state, x)
+    return o, state
+
+
+def _rule_forward(config, scale, x, state):
+    def group(state, x):
+        entry = state
+        o, state, saved = _forward_group(scale, x, state)
+        return state, (o, entry, saved if config.save else None)
+
+    state, (o, entries, saved) = jax.lax.scan(group, state, x)
+    return (o, state), (x, entries, saved)
+
+
+def _rule_backward(config, scale, residuals, cotangents):
+    del config
+    do, d_state = cotangents
+
+    def group(d_state, inputs):
+        x, entry, saved, do = inputs
+        decay = _decay(x)
+        if saved is None:
+            _, saved = _solve(x, entry, decay)
+        gradients, d_state = _backward_group(scale, x, saved, decay, do, d_state)
+        return d_state, gradients._replace(first=None)
+
+    d_state, gradients = jax.lax.scan(group, d_state, (*residuals, do), reverse=True)
+    return gradients, d_state
+
+
+_rule.defvjp(_rule_forward, _rule_backward)
+
+
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    is_first: jax.Array,
+    initial_state: jax.Array,
+    scale: float,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Chunked form; arguments and results as in `api.gated_delta_rule`."""
+    batch, time, key_heads, _ = q.shape
+    value_heads = v.shape[2]
+    groups = max(1, -(-time // (config.chunk * config.group)))
+    padding = groups * config.group * config.chunk - time
+
+    def chunks(x: jax.Array, heads: int) -> jax.Array:
+        # Zeros in g and beta leave the state as it is.
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return _to_chunks(config, groups, x, heads)
+
+    x = _Chunks(
+        q=chunks(q, 0),
+        k=chunks(k, 0),
+        v=chunks(v, key_heads),
+        g=chunks(g, key_heads),
+        beta=chunks(beta, key_heads),
+        first=chunks(is_first, 0),
+    )
+    shape = (batch, key_heads, value_heads // key_heads, *initial_state.shape[2:])
+    o, state = _rule(config, scale, x, initial_state.reshape(shape))
+    return _to_tokens(o)[:, :time], state.reshape(initial_state.shape)
+
+
+def step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """One token, with one read of the state for both matrix-vector products.
+
+    Arguments and results as in `api.gated_delta_rule_step`.
+    """
+    batch, key_heads, _ = q.shape
+    group = v.shape[1] // key_heads
+    shape = (batch, key_heads, group)
+    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
+    v32 = v.astype(jnp.float32).reshape(*shape, -1)
+    beta = beta.reshape(*shape, 1)
+    decay = jnp.exp(g).reshape(*shape, 1)
+    rows = state.reshape(*shape, *state.shape[2:])
+    product = functools.partial(_product, dtype=jnp.dtype(jnp.float32))
+    # [B, Hk, R, V, 2]: S k and S q from one pass over S.
+    both = product("bhrvk,bhkx->bhrvx", rows, jnp.stack([k32, q32], axis=-1))
+    error = beta * (v32 - decay * both[..., 0])
+    qk = jnp.sum(q32 * k32, axis=-1)[:, :, None, None]
+    o = scale * (decay * both[..., 1] + qk * error)
+    rows = decay[..., None] * rows + error[..., None] * k32[:, :, None, None, :]
+    return o.reshape(v.shape).astype(v.dtype), rows.reshape(state.shape)
