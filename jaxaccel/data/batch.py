@@ -80,7 +80,7 @@ def packing_metadata(
     for name, array in (("segment_ids", segment_ids), ("positions", positions)):
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
-    batch, time = shape
+    time = shape[1]
     index = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), shape)
     ids_are_given = segment_ids is not None
     if segment_ids is None:

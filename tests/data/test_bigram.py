@@ -1,0 +1,45 @@
+"""The byte-bigram baseline against known entropies."""
+
+import numpy as np
+import pytest
+
+from jaxaccel.data.bigram import byte_bigram_baseline
+
+
+def test_a_deterministic_cycle_costs_next_to_nothing():
+    assert byte_bigram_baseline(["abc" * 10_000], ["abc" * 100]) < 0.02
+
+
+def test_independent_bytes_cost_their_entropy():
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcd"))
+    train = "".join(rng.choice(letters, 100_000, p=[0.4, 0.3, 0.2, 0.1]))
+    held = "".join(rng.choice(letters, 100_000, p=[0.4, 0.3, 0.2, 0.1]))
+    p = np.array([0.4, 0.3, 0.2, 0.1])
+    expected = -(p * np.log(p)).sum()
+    assert byte_bigram_baseline([train], [held]) == pytest.approx(expected, rel=0.01)
+
+
+def test_probabilities_sum_to_one_for_seen_and_unseen_contexts():
+    train = ["abracadabra", "", "é"]
+    for context in "az":
+        total = 0.0
+        for byte in range(128):
+            pair = byte_bigram_baseline(train, [context + chr(byte)]) * 2
+            first = byte_bigram_baseline(train, [context])
+            total += np.exp(first - pair)
+        # The upper half of the bytes cannot follow alone in UTF-8; after "a" and "z"
+        # they hold what the smoothing gives them, which is little.
+        assert 0.5 < total < 1.0 + 1e-9
+
+
+def test_no_pair_crosses_documents():
+    joined = byte_bigram_baseline(["ab" * 500], ["ab" * 50])
+    apart = byte_bigram_baseline(["a", "b"] * 500, ["ab" * 50])
+    assert joined < 0.1 < apart
+
+
+def test_no_heldout_text_is_refused():
+    with pytest.raises(ValueError, match="hold no byte"):
+        byte_bigram_baseline(["a"], [""])
+    assert byte_bigram_baseline([], ["a"]) == pytest.approx(np.log(256))
