@@ -27,6 +27,7 @@ _HOME = {
     "pack": "packing",
     "packing_metadata": "batch",
     "prepare": "pipeline",
+    "token_bigram_baseline": "bigram",
     "train_bpe": "tokenizer",
 }
 

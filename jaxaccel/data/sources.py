@@ -304,16 +304,16 @@ class JsonlSource(_Filtered):
     def _documents(self) -> Iterator[Document]:
         for name, path in _files(self.path, self.glob):
             opened = gzip.open if path.suffix == ".gz" else open
-            with opened(path, "rt", encoding="utf-8") as file:
+            with opened(path, "rb") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         text = self._text(line, f"{path}:{number}")
                         yield Document(f"{name}:{number}", text)
 
-    def _text(self, line: str, where: str) -> str:
+    def _text(self, line: bytes, where: str) -> str:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = json.loads(line.decode("utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where} holds a {type(row).__name__}, must be an object")

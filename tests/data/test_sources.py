@@ -138,11 +138,12 @@ def test_nothing_left_after_the_filter_names_source_and_filter(tmp_path):
         ("{", r"bad\.jsonl:1 is not JSON"),
         ("[1]", r"bad\.jsonl:1 holds a list, must be an object"),
         ('{"body": "x"}', r"bad\.jsonl:1 has no string under 'text'.*\['body'\]"),
+        ('{"text": "\udcff"}', r"bad\.jsonl:1 is not JSON: 'utf-8' codec"),
         ('{"text": 3}', r"bad\.jsonl:1 has no string under 'text'"),
     ],
 )
 def test_bad_jsonl_names_file_and_line(content, message, tmp_path):
-    (tmp_path / "bad.jsonl").write_text(content)
+    (tmp_path / "bad.jsonl").write_text(content, errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         list(JsonlSource(path=str(tmp_path)))
 
