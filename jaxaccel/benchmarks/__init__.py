@@ -1,1 +1,25 @@
 """Benchmarks of whole systems; kernels have `python -m pallas_kernels.bench`."""
+
+from __future__ import annotations
+
+import importlib
+
+
+_COMMANDS = ("step", "ablation", "render")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `jaxaccel bench {step,ablation,render} ...`; returns the exit status.
+
+    Raises:
+      ValueError: the benchmark is unknown.
+    """
+    name = argv[0] if argv else ""
+    if name in ("", "-h", "--help"):
+        print(f"usage: jaxaccel bench {{{','.join(_COMMANDS)}}} [options]")
+        return 0
+    if name not in _COMMANDS:
+        raise ValueError(
+            f"bench: {name!r} is unknown, allowed are {', '.join(_COMMANDS)}"
+        )
+    return importlib.import_module(f"{__name__}.{name}").main(argv[1:])

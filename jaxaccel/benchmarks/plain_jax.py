@@ -30,6 +30,18 @@ from pallas_kernels.sort_dispatch import combine, permute, sort_dispatch
 Params = dict[str, Any]
 
 
+def nested(flat: dict[str, jax.Array]) -> Params:
+    """Turns `{"layers/0/mixer/...": array}` into dictionaries of dictionaries."""
+    tree: Params = {}
+    for name, array in flat.items():
+        *path, leaf = name.split("/")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[leaf] = array
+    return tree
+
+
 def dense(x, kernel, dtype, out_dtype=None):
     return jnp.einsum(
         "...d,df->...f",
@@ -203,7 +215,7 @@ def hidden_states(p: Params, tokens, segments, positions, c: DecoderConfig):
             losses.append(loss)
         return x, jnp.stack(losses)
 
-    layers = [p["layers"][i] for i in range(len(c.pattern))]
+    layers = [p["layers"][str(i)] for i in range(len(c.pattern))]
     x, losses = jax.lax.scan(period, x, layers)
     x = rms_norm(
         x,
@@ -215,7 +227,11 @@ def hidden_states(p: Params, tokens, segments, positions, c: DecoderConfig):
 
 
 def make_step(
-    c: DecoderConfig, optimizer: optax.GradientTransformation, *, chunk: int
+    c: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    chunk: int,
+    balance_loss_weight: float,
 ) -> Callable:
     """Returns a jitted `step(params, opt_state, batch) -> (params, opt_state, loss)`.
 
@@ -238,7 +254,7 @@ def make_step(
             chunk=chunk,
         ).loss
         nll = total / jnp.sum(batch["loss_mask"])
-        return nll + balance, nll
+        return nll + balance_loss_weight * balance, nll
 
     def step(p, opt_state, batch):
         grads, nll = jax.grad(loss, has_aux=True)(p, batch)

@@ -1,0 +1,183 @@
+"""`jaxaccel bench render`: the README's tables from the files of measurements.
+
+A figure that is in no file under `experiments/results/` cannot get into the README:
+its tables are written here, and a test compares them with the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxaccel.benchmarks.results import ROOT
+
+
+RESULTS = ROOT / "experiments" / "results"
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Technique:
+    """A line of the README's table.
+
+    Attributes:
+      name: the technique.
+      state: which implementations it has.
+      module: where its code is.
+      config: its gin folder.
+      notebook: its notebook's stem, "" for none.
+      file: result file's stem, "" for none.
+      figure: rows of that file -> one sentence.
+    """
+
+    name: str
+    state: str
+    module: str
+    config: str
+    notebook: str = ""
+    file: str = ""
+    figure: Callable[[Rows], str] = lambda rows: ""
+
+
+def _rms_norm(rows: Rows) -> str:
+    found = [
+        row
+        for row in rows
+        if row["implementation"] == "mosaic"
+        and row["cache"] == "cold"
+        and "16384" in row["workload"]
+        and "4096" in row["workload"]
+        and row["dtype"] == "bfloat16"
+        and row["ms"]
+    ]
+    return "; ".join(
+        f"{row['workload']}: {row['gbps']:.0f} GB/s, "
+        f"{100 * row['share_of_ceiling']:.0f} % of copy speed"
+        for row in {row["workload"]: row for row in found}.values()
+    )
+
+
+def _train_step(rows: Rows) -> str:
+    ours = next(row for row in rows if row["implementation"] == "jaxaccel")
+    if ours["ms"] is None:
+        return ours["note"]
+    return (
+        f"{ours['parameters'] / 1e6:.0f} M parameters: {ours['tokens_per_s']:,.0f} "
+        f"tokens/s, {ours['tflops']:.0f} TFLOP/s, {ours['peak_gib']:.0f} GiB; "
+        f"{ours['ratio']:.3f} of the time of plain JAX"
+    )
+
+
+TECHNIQUES = (
+    Technique(
+        name="Root-mean-square norm, plain, zero-centred, gated",
+        state="`reference`, `xla`, `mosaic` forward and backward",
+        module="`pallas_kernels.rms_norm`",
+        config="all",
+        file="rms_norm_h200",
+        figure=_rms_norm,
+    ),
+    Technique(
+        name="Gated DeltaNet, hybrid 3:1 with gated attention",
+        state="`reference`, `xla`; fused decode is open",
+        module="`jaxaccel.nn.GatedDeltaNet`",
+        config="`experiments/gdn/`",
+        notebook="01_quickstart",
+    ),
+    Technique(
+        name="Mixture of experts by one sort",
+        state="`reference`, `xla`",
+        module="`jaxaccel.nn.MoE`",
+        config="`experiments/gdn/`",
+        notebook="01_quickstart",
+    ),
+    Technique(
+        name="Packed sequences with metadata built once",
+        state="all layers and the loss",
+        module="`jaxaccel.data`",
+        config="`experiments/base/`",
+    ),
+    Technique(
+        name="Training step: scanned layers, chunked loss, donated state",
+        state="one device, `data` x `fsdp` x `tensor`, several processes",
+        module="`jaxaccel.training`",
+        config="`experiments/gdn/h200.gin`",
+        notebook="01_quickstart",
+        file="train_step_h200",
+        figure=_train_step,
+    ),
+)
+
+
+def _read(stem: str) -> list[dict[str, Any]]:
+    path = RESULTS / f"{stem}.json"
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
+def techniques_table() -> str:
+    """The table of techniques in Markdown."""
+    lines = [
+        "| technique | state | module | config | notebook | measured on one H200 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for item in TECHNIQUES:
+        rows = _read(item.file) if item.file else []
+        notebook = item.notebook and f"`notebooks/{item.notebook}.ipynb`"
+        figure = item.figure(rows) if rows else ""
+        cells = (item.name, item.state, item.module, item.config, notebook, figure)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ablation_table() -> str:
+    """The table of the layer-pattern ablation in Markdown."""
+    rows = _read("ablation_gdn_h200")
+    lines = [
+        "| layers | parameters | tokens | held-out nats per byte, by seed | mean "
+        "| tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        by_seed = ", ".join(f"{value:.4f}" for value in row["heldout_by_seed"])
+        lines.append(
+            f"| {row['workload']} | {row['parameters'] / 1e6:.1f} M "
+            f"| {row['tokens'] / 1e6:.1f} M | {by_seed} | {row['heldout']:.4f} "
+            f"| {row['tokens_per_s']:,.0f} |"
+        )
+    return "\n".join(lines) if rows else "Not measured yet."
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "techniques": techniques_table,
+    "ablation": ablation_table,
+}
+
+
+def rendered(readme: str) -> str:
+    """A README with what stands between its markers written anew.
+
+    Raises:
+      ValueError: a table's markers are missing.
+    """
+    for name, table in TABLES.items():
+        begin, end = f"<!-- BEGIN {name} -->", f"<!-- END {name} -->"
+        if begin not in readme or end not in readme:
+            raise ValueError(f"no {begin} and {end} in the README")
+        head, rest = readme.split(begin, 1)
+        tail = rest.split(end, 1)[1]
+        readme = f"{head}{begin}\n{table()}\n{end}{tail}"
+    return readme
+
+
+def main(argv: list[str]) -> int:
+    """Rewrites README.md in place."""
+    parser = argparse.ArgumentParser(prog="jaxaccel bench render", description=__doc__)
+    parser.add_argument("--readme", type=pathlib.Path, default=ROOT / "README.md")
+    path = parser.parse_args(argv).readme
+    path.write_text(rendered(path.read_text()))
+    print(path)
+    return 0

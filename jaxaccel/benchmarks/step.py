@@ -1,0 +1,245 @@
+"""`jaxaccel bench step`: our training step against the same model in plain JAX.
+
+Both steps run the same batches from the same parameters in one process, in turns, so
+that clocks and temperature are shared. No speed is written if their losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxaccel.benchmarks import plain_jax, results
+from jaxaccel.config.gin_utils import load_experiment
+from jaxaccel.config.registry import Experiment
+from jaxaccel.core.devices import device_peak
+from jaxaccel.core.tree import ModelParts, model_parts
+from jaxaccel.data.batch import PackedBatch
+from jaxaccel.data.pipeline import make_iterator, prepare
+from jaxaccel.models.decoder import Decoder
+from jaxaccel.models.describe import describe
+from jaxaccel.training.optim import make_optimizer
+from jaxaccel.training.step import make_init, make_train_step
+
+
+LOSS_TOLERANCE = 2e-3
+"""Largest relative difference between the two first losses, in bf16."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Contender:
+    """A compiled step and its changing state.
+
+    Attributes:
+      name: "jaxaccel" or "plain_jax".
+      advance: (state, batch) -> (state, loss), compiled, state donated.
+      state: what `advance` takes and returns.
+      compile_seconds: of tracing and compiling.
+      peak_bytes: arguments, results and temporaries of the compiled step.
+      losses: of the steps done so far.
+      step_ms: device and host time of a step, one entry per round.
+      dispatch_ms: host time until a step's call returned, one entry per round.
+    """
+
+    name: str
+    advance: Callable[[Any, Any], tuple[Any, jax.Array]]
+    state: Any
+    compile_seconds: float
+    peak_bytes: int
+    losses: list[float] = dataclasses.field(default_factory=list)
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+    dispatch_ms: list[float] = dataclasses.field(default_factory=list)
+
+
+def compiled(function: Callable, *arguments: Any) -> tuple[Any, float, int]:
+    """Compiles a jitted function; returns it, the seconds and its peak bytes."""
+    start = time.perf_counter()
+    done = function.lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    memory = done.memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    return done, seconds, peak
+
+
+def ours(experiment: Experiment, batch: PackedBatch) -> tuple[Contender, ModelParts]:
+    """Builds this project's step as the training loop runs it."""
+    config, train = experiment.model.decoder(), experiment.train
+
+    def build(key: jax.Array) -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(key))
+
+    parts = model_parts(lambda: build(jax.random.key(0)))
+    optimizer = make_optimizer(train.optim, train.num_steps)
+    state = jax.jit(make_init(build, optimizer, train))()
+    step = jax.jit(make_train_step(parts, optimizer, train), donate_argnums=0)
+    step, seconds, peak = compiled(step, state, batch)
+
+    def advance(state, batch):
+        state, metrics = step(state, batch)
+        return state, metrics["nats_per_token"]
+
+    contender = Contender(
+        name="jaxaccel",
+        advance=advance,
+        state=state,
+        compile_seconds=seconds,
+        peak_bytes=peak,
+    )
+    return contender, parts
+
+
+def theirs(
+    experiment: Experiment, params: dict[str, jax.Array], batch: dict[str, jax.Array]
+) -> Contender:
+    """Builds the plain step from a copy of our parameters."""
+    config, train = experiment.model.decoder(), experiment.train
+    optimizer = make_optimizer(train.optim, train.num_steps)
+    step = plain_jax.make_step(
+        config,
+        optimizer,
+        chunk=train.loss_chunk,
+        balance_loss_weight=train.balance_loss_weight,
+    )
+    params = plain_jax.nested(jax.tree.map(jnp.copy, params))
+    opt_state = jax.jit(optimizer.init)(params)
+    step, seconds, peak = compiled(step, params, opt_state, batch)
+
+    def advance(state, batch):
+        params, opt_state, loss = step(*state, batch)
+        return (params, opt_state), loss
+
+    return Contender(
+        name="plain_jax",
+        advance=advance,
+        state=(params, opt_state),
+        compile_seconds=seconds,
+        peak_bytes=peak,
+    )
+
+
+def run_round(contender: Contender, batches: list[Any]) -> None:
+    """Runs one step per batch and notes times and losses."""
+    state, losses, dispatch = contender.state, [], []
+    start = time.perf_counter()
+    for batch in batches:
+        called = time.perf_counter()
+        state, loss = contender.advance(state, batch)
+        dispatch.append(time.perf_counter() - called)
+        losses.append(loss)
+    jax.block_until_ready((state, losses))
+    total = time.perf_counter() - start
+    contender.state = state
+    contender.losses += [float(loss) for loss in losses]
+    contender.step_ms.append(1e3 * total / len(batches))
+    contender.dispatch_ms.append(1e3 * statistics.median(dispatch))
+
+
+def device_batches(experiment: Experiment, count: int) -> list[PackedBatch]:
+    """Takes the first batches of the training stream and puts them on the device."""
+    corpus = prepare(experiment.data)
+    stream = make_iterator(corpus, experiment.data, split="train")
+    return [jax.tree.map(jnp.asarray, next(stream)) for _ in range(count)]
+
+
+def measure(
+    experiment: Experiment, *, workload: str, rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """Measures both steps.
+
+    Args:
+      experiment: model, data and training config; accumulation must be 1.
+      workload: name for the rows.
+      rounds: turns that each contender gets; the first warms up and is not counted.
+      steps: steps in a turn.
+
+    Returns:
+      One row per contender. `ms` is the median over rounds, `None` if the losses
+      disagreed; `ratio` on our row is our time over the plain one's.
+
+    Raises:
+      ValueError: the experiment accumulates gradients.
+    """
+    if experiment.train.accumulation != 1:
+        raise ValueError(
+            f"bench step: accumulation={experiment.train.accumulation}, allowed is 1"
+        )
+    batches = device_batches(experiment, steps)
+    plain_batches = [dataclasses.asdict(batch) for batch in batches]
+    mine, parts = ours(experiment, batches[0])
+    del parts
+    plain = theirs(experiment, mine.state.params, plain_batches[0])
+    for _ in range(rounds):
+        run_round(mine, batches)
+        run_round(plain, plain_batches)
+    apart = abs(mine.losses[0] / plain.losses[0] - 1.0)
+    agree = bool(apart <= LOSS_TOLERANCE)
+    config = experiment.model.decoder()
+    about = describe(config, experiment.data.seq_len)
+    tokens = float(np.mean([np.sum(np.asarray(b.segment_ids) > 0) for b in batches]))
+    peak = device_peak(jax.devices()[0].device_kind)
+    rows = []
+    for contender in (mine, plain):
+        ms = statistics.median(contender.step_ms[1:])
+        flops = about.flops_per_token_train * tokens / ms * 1e3
+        rows.append(
+            {
+                "op": "train_step",
+                "workload": workload,
+                "implementation": contender.name,
+                "dtype": config.dtype,
+                "ms": results.digits(ms, 5) if agree else None,
+                "tokens_per_s": results.digits(tokens / ms * 1e3) if agree else None,
+                "tflops": results.digits(flops / 1e12) if agree else None,
+                "mfu": results.digits(flops / peak.flops) if agree and peak else None,
+                "peak_gib": results.digits(contender.peak_bytes / 2**30),
+                "host_dispatch_ms": results.digits(min(contender.dispatch_ms[1:])),
+                "compile_s": results.digits(contender.compile_seconds),
+                "rounds_ms": [results.digits(t, 5) for t in contender.step_ms[1:]],
+                "first_loss": results.digits(contender.losses[0], 6),
+                "last_loss": results.digits(contender.losses[-1], 6),
+                "parameters": about.total_params,
+                "note": "" if agree else f"losses differ by {apart:.1e}: no speed",
+            }
+        )
+    if agree:
+        pairs = zip(mine.step_ms[1:], plain.step_ms[1:], strict=True)
+        rows[0]["ratio"] = results.digits(statistics.median(a / b for a, b in pairs))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """The command line; exit status 1 if the two losses disagree."""
+    parser = argparse.ArgumentParser(prog="jaxaccel bench step", description=__doc__)
+    parser.add_argument("--gin_file", action="append", required=True)
+    parser.add_argument("--gin_bindings", action="append", default=[])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--commit", help="of the code, where git cannot say")
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    options = parser.parse_args(argv)
+    experiment = load_experiment(options.gin_file, options.gin_bindings)
+    workload = pathlib.PurePath(options.gin_file[0]).with_suffix("").as_posix()
+    rows = measure(
+        experiment, workload=workload, rounds=options.rounds, steps=options.steps
+    )
+    about = results.stamp(options.commit)
+    rows = [{**row, **about} for row in rows]
+    results.write(options.json, rows)
+    for row in rows:
+        print({k: v for k, v in row.items() if k not in about})
+    return 0 if all(row["ms"] is not None for row in rows) else 1
