@@ -91,7 +91,7 @@ def select(
             reasons = "; ".join(f"{n}: {r}" for n, r in refused.items())
             raise NotImplementedError(f"{op}: nothing can run this call ({reasons})")
         source = "automatic"
-    passed_over = {
+    passed_over: dict[str, str] = {
         name: refused[name]
         for name in available[: available.index(picked)]
         if name in refused

@@ -1,0 +1,337 @@
+"""The benchmark command: result first, then speed, peers and ceilings in one call.
+
+    python -m pallas_kernels.bench OP [--peers NAME,...] [--specs TAG] --json FILE
+    python -m pallas_kernels.bench [OP] --render
+
+An op takes part by a function `bench_cases(tag)` in its `specs.py` that yields one
+`Case` per workload. `--render` rewrites the tables in the ops' README files from
+`experiments/results/<op>_h200.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib
+import json
+import pathlib
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _OPS
+from pallas_kernels._common import timing
+from pallas_kernels._common.dispatch import Choice
+from pallas_kernels._common.testing import assert_close
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- BEGIN measured -->", "<!-- END measured -->"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One workload of an op.
+
+    Attributes:
+      workload: its name in the table; sizes and direction included.
+      dtype: of the main input.
+      arguments: random key -> the arguments of everything below.
+      implementation: name -> the op as a function of the arguments.
+      reference: what every result is compared with; called on float32 arguments.
+      choose: what `implementation=None` would run.
+      bytes, flops: the least that must be moved and computed.
+      peers: name -> () -> (function of the arguments, version); ImportError if the
+        peer is not installed.
+      rel: largest relative Frobenius error; by dtype if not given.
+    """
+
+    workload: str
+    dtype: str
+    arguments: Callable[[jax.Array], tuple[Any, ...]]
+    implementation: Callable[[str], Callable[..., Any]]
+    reference: Callable[..., Any]
+    choose: Callable[[], Choice]
+    bytes: int
+    flops: int
+    peers: Mapping[str, Callable[[], tuple[Callable[..., Any], str]]]
+    rel: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this card did in this call, the speeds that floors are computed from.
+
+    Attributes:
+      gbps: a copy in device memory, bytes read and written, 1e9 bytes a second.
+      tflops: bf16 8192^3 matrix product, 1e12 operations a second; 0 if not measured.
+    """
+
+    gbps: float
+    tflops: float
+
+    def floor_ms(self, case: Case) -> float:
+        """The least time the case can take at these speeds."""
+        compute = case.flops / (self.tflops * 1e9) if self.tflops else 0.0
+        return max(case.bytes / (self.gbps * 1e6), compute)
+
+
+def ceilings(size: int = 1024**3, matrix: int = 8192) -> Ceilings:
+    """Measures the copy bandwidth and the bf16 matrix product of this device."""
+    if jax.default_backend() != "gpu":
+        size, matrix = 16 * 1024**2, 256
+    source = jnp.zeros(size // 4, jnp.uint32)
+    copy = jax.jit(lambda x: x ^ jnp.uint32(1))
+    copy_ms = timing.measure(copy, (source,))[0].ms
+    del source
+    square = jnp.ones((matrix, matrix), jnp.bfloat16)
+    product = jax.jit(lambda a, b: jnp.dot(a, b, precision=jax.lax.Precision.DEFAULT))
+    product_ms = timing.measure(product, (square, square))[0].ms
+    return Ceilings(
+        gbps=2 * size / copy_ms / 1e6, tflops=2 * matrix**3 / product_ms / 1e9
+    )
+
+
+def check(case: Case, got: Any, args: tuple[Any, ...]) -> str | None:
+    """What is wrong with a result, `None` if it is the reference's."""
+    exact = tuple(
+        a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        for a in args
+    )
+    want = jax.jit(case.reference)(*exact)
+    try:
+        for index, (a, b) in enumerate(
+            zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        ):
+            rel = case.rel
+            if rel is None and a.dtype == jnp.float32 != jnp.dtype(case.dtype):
+                rel = 1e-4  # f32 gradients of 16-bit inputs: other order of summation
+            assert_close(a, b, rel=rel, name=f"result {index}")
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def measure_case(
+    case: Case, limits: Ceilings, peers: list[str], implementations: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one workload: implementation x peer x cache state."""
+    args = case.arguments(jax.random.key(0))
+    picked = case.choose()
+    runs = {
+        name: _time(case, functools.partial(_ours, case, name), args)
+        for name in implementations
+    }
+    rivals = {
+        name: _time(case, make, args)
+        for name, make in case.peers.items()
+        if name in peers
+    }
+    for name, ours in runs.items():
+        against = {p: r for p, r in rivals.items() if p != name and ours.times}
+        against = against or {None: None}
+        for peer, theirs in against.items():
+            for cache in ours.times or {"warm": None}:
+                yield _row(case, limits, picked, name, ours, peer, theirs, cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    times: Mapping[str, timing.Timing]
+    version: str
+    note: str
+
+
+def _ours(case: Case, name: str) -> tuple[Callable[..., Any], str]:
+    return case.implementation(name), jax.__version__
+
+
+def _time(case: Case, make: Callable[[], tuple[Callable, str]], args) -> _Run:
+    try:
+        fn, version = make()
+        fn = jax.jit(fn)
+        got = jax.block_until_ready(fn(*args))
+    except (ImportError, NotImplementedError) as error:
+        return _Run({}, "", f"did not run: {error}")
+    if (wrong := check(case, got, args)) is not None:
+        return _Run({}, version, f"wrong result: {wrong}")
+    times = {t.cache: t for t in timing.measure(fn, args)}
+    return _Run(times, version, "")
+
+
+def _row(case, limits, picked, name, ours, peer, theirs, cache) -> dict[str, Any]:
+    time = ours.times.get(cache)
+    peer_time = None if theirs is None else theirs.times.get(cache)
+    ms = None if time is None else time.ms
+    peer_ms = None if peer_time is None else peer_time.ms
+    floor = limits.floor_ms(case)
+    notes = [ours.note, f"{peer} {theirs.note}" if theirs and theirs.note else ""]
+    return {
+        "workload": case.workload,
+        "implementation": name,
+        "dtype": case.dtype,
+        "ms": _digits(ms),
+        "tflops": _digits(case.flops / ms / 1e9 if ms and case.flops else None),
+        "gbps": _digits(case.bytes / ms / 1e6 if ms else None),
+        "floor_ms": _digits(floor),
+        "share_of_ceiling": _digits(floor / ms if ms else None),
+        "peer": peer,
+        "peer_version": theirs.version if theirs else None,
+        "peer_ms": _digits(peer_ms),
+        "ratio": _digits(peer_ms / ms if ms and peer_ms else None),
+        "timer": time.timer if time else None,
+        "cache": cache,
+        "picked": picked.implementation,
+        "config": str(picked.config) if name == "mosaic" else None,
+        "note": "; ".join(filter(None, notes)),
+    }
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _commit() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None
+
+
+def run(
+    op: str,
+    tag: str,
+    peers: list[str],
+    implementations: list[str],
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Measures an op.
+
+    Returns:
+      `{"ceilings": {...}, "rows": [...]}`; a row whose result was wrong, or that could
+      not run, has `"ms": None` and says why in `"note"`.
+    """
+    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
+    limits = ceilings()
+    stamp = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or _commit(),
+    }
+    rows = []
+    for case in specs.bench_cases(tag):
+        for row in measure_case(case, limits, peers, implementations):
+            rows.append({"op": op, **row, **stamp})
+            print(_line(rows[-1]), flush=True)
+    return {"ceilings": {**dataclasses.asdict(limits), **stamp}, "rows": rows}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    text = f"{row['workload']:48s} {row['implementation']:7s} {row['cache']:4s} "
+    if row["ms"] is None:
+        return text + row["note"]
+    text += (
+        f"{row['ms']:9.4f} ms {row['gbps']:7.1f} GB/s {row['share_of_ceiling']:5.2f}"
+    )
+    if row["ratio"]:
+        text += f"  {row['peer']} {row['peer_ms']:9.4f} ms, x{row['ratio']:.2f}"
+    return text + (f"  ({row['note']})" if row["note"] else "")
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The Markdown table of a result file."""
+    limits = results["ceilings"]
+    lines = [
+        f"{limits['device']}, jax {limits['jax']}, {limits['date']}, commit "
+        f"{limits['commit']}. Ceilings in the same call: copy "
+        f"{limits['gbps']:.0f} GB/s, bf16 matmul {limits['tflops']:.0f} TFLOP/s.",
+        "",
+        "| workload | runs | cache | ms | GB/s | share of ceiling | peer | peer ms "
+        "| ratio | picked | note |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        cells = (
+            row["workload"],
+            row["implementation"],
+            row["cache"],
+            row["ms"],
+            row["gbps"],
+            row["share_of_ceiling"],
+            row["peer"],
+            row["peer_ms"],
+            row["ratio"],
+            row["picked"],
+            row["note"],
+        )
+        lines.append(
+            "| " + " | ".join("" if c is None else str(c) for c in cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def rendered(readme: str, results: Mapping[str, Any]) -> str:
+    """A README with the table between its markers replaced.
+
+    Raises:
+      ValueError: the markers are missing.
+    """
+    if BEGIN not in readme or END not in readme:
+        raise ValueError(f"no {BEGIN!r} and {END!r} in the README")
+    before, rest = readme.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+
+
+def render(ops: list[str]) -> None:
+    """Rewrites the README tables of the ops that have a result file."""
+    for op in ops:
+        source = ROOT / "experiments" / "results" / f"{op}_h200.json"
+        if source.is_file():
+            readme = ROOT / "pallas_kernels" / op / "README.md"
+            readme.write_text(
+                rendered(readme.read_text(), json.loads(source.read_text()))
+            )
+            print(f"{readme.relative_to(ROOT)} from {source.relative_to(ROOT)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status, 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench")
+    parser.add_argument("op", nargs="?", choices=_OPS)
+    parser.add_argument("--peers", default="xla", help="names, separated by commas")
+    parser.add_argument("--specs", default="perf", help="ci, model or perf")
+    parser.add_argument("--implementations", default="mosaic,xla")
+    parser.add_argument("--json", type=pathlib.Path, help="where the rows go")
+    parser.add_argument("--commit", help="of the code, where git cannot say")
+    parser.add_argument("--render", action="store_true", help="rewrite README tables")
+    options = parser.parse_args(argv)
+    if options.render:
+        render([options.op] if options.op else list(_OPS))
+        return 0
+    if options.op is None or options.json is None:
+        parser.error("OP and --json FILE are needed to measure")
+    results = run(
+        options.op,
+        options.specs,
+        [name for name in options.peers.split(",") if name],
+        options.implementations.split(","),
+        options.commit,
+    )
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    wrong = [r for r in results["rows"] if "wrong result" in r["note"]]
+    return 1 if wrong else 0

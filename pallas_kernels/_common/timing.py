@@ -1,0 +1,119 @@
+"""Device timers: how long the kernels of one call take, without the host's part."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+# Overwritten between cold runs; several times any card's L2.
+FLUSH_BYTES = 256 * 1024**2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One measured time.
+
+    Attributes:
+      ms: median over the runs, milliseconds.
+      timer: "cupti" (time on the device) or "host" (many launches in a row, divided).
+      cache: "warm" (the same inputs again) or "cold" (L2 overwritten before).
+    """
+
+    ms: float
+    timer: str
+    cache: str
+
+
+def measure(
+    fn: Callable[..., Any], args: tuple[Any, ...], runs: int = 20
+) -> list[Timing]:
+    """Times a jitted function warm and, where the device timer works, L2-cold.
+
+    Args:
+      fn: a jitted or compiled function.
+      args: what to call it with.
+      runs: how many timed calls.
+    """
+    jax.block_until_ready(fn(*args))
+    if jax.default_backend() == "gpu":
+        with contextlib.suppress(TimerUnavailable):
+            return [_warm(fn, args, runs), _cold(fn, args, runs)]
+    return [_host(fn, args)]
+
+
+class TimerUnavailable(RuntimeError):
+    """The device timer gave nothing that can be told apart by run."""
+
+
+def _warm(fn, args, runs) -> Timing:
+    with _recorded() as kernels:
+        for _ in range(runs):
+            jax.block_until_ready(fn(*args))
+    per_run = _per_run(kernels, runs)
+    return Timing(ms=statistics.median(map(sum, per_run)), timer="cupti", cache="warm")
+
+
+def _cold(fn, args, runs) -> Timing:
+    flush = jax.jit(lambda x: x + jnp.uint32(1), donate_argnums=0)
+    buffer = flush(jnp.zeros(FLUSH_BYTES // 4, jnp.uint32))
+    jax.block_until_ready(buffer)
+    with _recorded() as kernels:
+        buffer = jax.block_until_ready(flush(buffer))
+    of_flush = len(kernels)
+    with _recorded() as kernels:
+        for _ in range(runs):
+            buffer = jax.block_until_ready(flush(buffer))
+            jax.block_until_ready(fn(*args))
+    per_run = [run[of_flush:] for run in _per_run(kernels, runs)]
+    return Timing(ms=statistics.median(map(sum, per_run)), timer="cupti", cache="cold")
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[float]]:
+    """Fills the list with the milliseconds of each kernel launched inside.
+
+    `mosaic.gpu.profiler.measure` calls its function once more before it starts, which
+    would warm the cache, so its two primitives are used here.
+    """
+    try:  # absent from a jaxlib without GPU plugin
+        from jax._src.lib import mosaic_gpu
+    except ImportError as error:
+        raise TimerUnavailable(str(error)) from error
+    extension = mosaic_gpu._mosaic_gpu_ext
+    kernels: list[float] = []
+    try:
+        extension._cupti_init()
+    except RuntimeError as error:  # another profiler holds the one subscription
+        raise TimerUnavailable(str(error)) from error
+    try:
+        yield kernels
+    finally:
+        kernels.extend(ms for _, ms in extension._cupti_get_timings(True))
+
+
+def _per_run(kernels: list[float], runs: int) -> list[list[float]]:
+    if not kernels or len(kernels) % runs:
+        raise TimerUnavailable(f"{len(kernels)} kernels were seen in {runs} runs")
+    each = len(kernels) // runs
+    return [kernels[i : i + each] for i in range(0, len(kernels), each)]
+
+
+def _host(fn, args, seconds: float = 0.1) -> Timing:
+    launches, elapsed = 1, 0.0
+    while elapsed < seconds:
+        launches = launches if not elapsed else min(4096, launches * 4)
+        start = time.perf_counter()
+        results = [fn(*args) for _ in range(launches)]
+        jax.block_until_ready(results)
+        elapsed = time.perf_counter() - start
+        if launches == 4096:
+            break
+    return Timing(ms=elapsed / launches * 1e3, timer="host", cache="warm")

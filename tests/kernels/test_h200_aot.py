@@ -1,0 +1,65 @@
+"""What XLA schedules for an H200, read off without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels._common import aot
+
+
+# In its own process: the CUDA plugin's presence must not change the other tests.
+SCRIPT = """
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import rms_norm
+from pallas_kernels._common import aot, hw
+
+x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16)
+scale = jax.ShapeDtypeStruct((2048,), jnp.float32)
+
+
+def loss(x, scale, implementation):
+    y = rms_norm(x, scale, zero_centered=True, implementation=implementation)
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+
+def schedule(fn):
+    return aot.compile_for_h200(fn, x, scale).as_text()
+
+
+forward = schedule(lambda x, s: rms_norm(x, s, implementation="xla"))
+entry = forward[forward.index("ENTRY") :]
+assert entry.count(" fusion(") == 1, entry
+with hw.assume():
+    gradient = schedule(jax.grad(lambda x, s: loss(x, s, "mosaic"), argnums=(0, 1)))
+assert gradient.count("custom-call(") == 2, gradient
+assert "pk_rms_norm_fwd" in gradient and "pk_rms_norm_bwd" in gradient
+print("compiled for", aot.h200().device_kind)
+"""
+
+
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_one_fusion_for_xla_and_two_kernels_for_mosaic():
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled for" in done.stdout
+
+
+def test_a_missing_extra_is_named():
+    if aot.missing() is None:
+        assert aot.h200() is not None
+        return
+    with pytest.raises(NotImplementedError, match="h200-aot"):
+        aot.h200()
+
+
+def test_the_target_describes_an_h200():
+    text = aot.target_config()
+    assert "core_count: 132" in text
+    assert text.count("{") == text.count("}")
