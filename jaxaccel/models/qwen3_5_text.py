@@ -33,7 +33,7 @@ class Qwen3_5TextConfig(QwenHybridConfig):
 
     @classmethod
     def published(cls, **changes: Any) -> Self:
-        """The default sizes of the transformers implementation, 9 B parameters.
+        """Sizes of the 9B model, without its prediction block.
 
         Args:
           **changes: fields that differ.
