@@ -171,8 +171,13 @@ class Attention(nnx.Module):
         Returns:
           [B, T, D] in the compute dtype, and the cache with x's tokens in it (`None`
           without one).
+
+        Raises:
+          ValueError: a cache comes without its length.
         """
         config = self.config
+        if cache is not None and length is None:
+            raise ValueError("Attention: a cache needs `length`, got None")
         batch, time, _ = x.shape
         heads = (batch, time, config.num_heads, config.head_dim)
         kv_heads = (batch, time, config.num_kv_heads, config.head_dim)
@@ -188,8 +193,6 @@ class Attention(nnx.Module):
         k = checkpoint_name(k, "attention_k")
         v = checkpoint_name(v, "attention_v")
         if cache is not None:
-            if length is None:
-                raise ValueError("Attention: a cache needs `length`, got None")
             cache = cache.append(k, v, meta, length)
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.

@@ -218,8 +218,11 @@ class Router(nnx.Module):
             weights = jax.nn.softmax(weights, axis=-1)
         elif config.normalize_weights and config.top_k > 1:
             total = jnp.sum(weights, axis=-1, keepdims=True)
-            # Sigmoid scores can all vanish; a softmax's largest k cannot.
-            weights = weights / (total + (1e-20 if config.score == "sigmoid" else 0.0))
+            if config.score == "sigmoid":
+                # Sigmoids can all vanish, a softmax's largest k cannot. The gradient
+                # divides by the square, which must stay above the smallest f32.
+                total = jnp.maximum(total + 1e-20, 1e-18)
+            weights = weights / total
         weights = weights * config.scale
         if is_real is not None:
             real = is_real[:, :, None]

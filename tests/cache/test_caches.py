@@ -32,7 +32,9 @@ def test_rows_stay_dense_under_left_and_right_padding():
     )
     # Row 1 adds nothing: a sequence that has ended.
     cache = _append(
-        cache, [[7, 8, 9], [0, 0, 0], [0, 0, 5]], [[1, 1, 1], [0, 0, 0], [0, 0, 1]],
+        cache,
+        [[7, 8, 9], [0, 0, 0], [0, 0, 5]],
+        [[1, 1, 1], [0, 0, 0], [0, 0, 1]],
         [3, 2, 1],
     )
     keys = [[1, 2, 3, 7, 8, 9], [4, 5, 0, 0, 0, 0], [6, 5, 0, 0, 0, 0]]

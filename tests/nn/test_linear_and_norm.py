@@ -16,7 +16,7 @@ def test_linear_adds_its_bias_in_the_output_dtype(build):
     layer.bias[...] = jnp.array([1.0, 2.0, 3.0])
     x = jnp.ones((2, 5, 4))
     want = np.asarray(x) @ np.asarray(layer.kernel[...]) + np.array([1.0, 2.0, 3.0])
-    np.testing.assert_allclose(layer(x), want, rtol=1e-6)
+    np.testing.assert_allclose(layer(x), want, atol=1e-6)
 
 
 def test_linear_keeps_f32_of_a_low_precision_product(build):

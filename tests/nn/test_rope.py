@@ -14,6 +14,9 @@ from jaxaccel.nn.rope import (
 )
 
 
+rotate = jax.jit(apply_rope, static_argnums=2)
+
+
 def _yarn(**changes):
     settings = {"factor": 32.0, "original_max_position": 4096, "truncate": False}
     return YarnScaling(**(settings | changes))
@@ -23,7 +26,7 @@ def test_partial_rotation_matches_the_formula():
     config = RopeConfig(theta=100.0, fraction=0.5)
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     positions = jnp.array([[0, 1, 2, 3, 4], [9, 3, 3, 0, 700]], jnp.int32)
-    got = np.asarray(apply_rope(x, positions, config))
+    got = np.asarray(rotate(x, positions, config))
     x = np.asarray(x, np.float64)
     angle = np.asarray(positions)[..., None] * 100.0 ** (-np.arange(0, 4, 2) / 4)
     cos, sin = np.cos(angle)[:, :, None], np.sin(angle)[:, :, None]
@@ -40,7 +43,7 @@ def test_scores_depend_on_the_distance_alone():
     positions = jnp.array([[0, 2, 3, 5, 8, 13]], jnp.int32)
 
     def scores(shift):
-        rotated = [apply_rope(a, positions + shift, config) for a in (q, k)]
+        rotated = [rotate(a, positions + shift, config) for a in (q, k)]
         return jnp.einsum("bthk,bshk->bts", *rotated)
 
     np.testing.assert_allclose(scores(0), scores(1000), atol=1e-3)
@@ -69,7 +72,7 @@ def test_yarn_rounds_the_ramp_only_when_told():
 def test_yarn_factor_multiplies_the_rotated_part():
     config = RopeConfig(fraction=0.5, scaling=_yarn())
     x = jnp.ones((1, 1, 1, 64))
-    got = apply_rope(x, jnp.zeros((1, 1), jnp.int32), config)[0, 0, 0]
+    got = rotate(x, jnp.zeros((1, 1), jnp.int32), config)[0, 0, 0]
     np.testing.assert_allclose(got[:32], 1.3465736, rtol=1e-6)
     np.testing.assert_array_equal(got[32:], 1.0)
 
@@ -77,8 +80,8 @@ def test_yarn_factor_multiplies_the_rotated_part():
 def test_linear_scaling_stretches_positions():
     x = jax.random.normal(jax.random.key(2), (1, 4, 1, 8))
     positions = jnp.arange(4, dtype=jnp.int32)[None]
-    got = apply_rope(x, 8 * positions, RopeConfig(scaling=LinearScaling(factor=8.0)))
-    np.testing.assert_allclose(got, apply_rope(x, positions, RopeConfig()), atol=1e-5)
+    got = rotate(x, 8 * positions, RopeConfig(scaling=LinearScaling(factor=8.0)))
+    np.testing.assert_allclose(got, rotate(x, positions, RopeConfig()), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,318 @@
+"""What every mixer must obey: one call, several calls, packed, padded, all the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxaccel.cache.dense import KVCache
+from jaxaccel.data.batch import packing_metadata
+from jaxaccel.nn.attention import Attention, AttentionConfig
+from jaxaccel.nn.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+from jaxaccel.nn.rope import RopeConfig
+
+
+D = 12
+T = 130  # One length for all calls: each further one would compile anew.
+SPLITS = (1, 63, 64, 65, 127, 128, 129)
+ATTENTION = AttentionConfig(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(fraction=0.5),
+    qk_norm=True,
+    output_gate=True,
+    window=20,
+    sinks=True,
+    logit_cap=5.0,
+)
+GDN = GatedDeltaNetConfig(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=6)
+
+
+def _make(kind, dtype="float32"):
+    def make(rngs):
+        shared = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        if kind == "gdn":
+            return GatedDeltaNet(GDN, D, **shared)
+        return Attention(ATTENTION, D, zero_centered=True, **shared)
+
+    return make
+
+
+class Mixer:
+    """A mixer as compiled functions of (x, segments)."""
+
+    def __init__(self, module):
+        self.module = module
+        graphdef, self.state = nnx.split(module)
+
+        def packed(state, x, segments):
+            meta = packing_metadata(x.shape[:2], segment_ids=segments)
+            return nnx.merge(graphdef, state)(x, meta)[0]
+
+        def cached(state, x, segments, cache, length):
+            meta = packing_metadata(
+                x.shape[:2], segment_ids=segments, cached_length=length
+            )
+            y, cache = nnx.merge(graphdef, state)(x, meta, cache, length)
+            return y, cache, length + jnp.sum(meta.is_real, 1, dtype=jnp.int32)
+
+        def gradient(state, x, segments, weights):
+            return jax.vjp(lambda x: packed(state, x, segments), x)[1](weights)[0]
+
+        self.packed, self.cached, self.gradient = map(
+            jax.jit, (packed, cached, gradient)
+        )
+
+    def empty(self, batch):
+        cache = self.module.init_cache(batch, T, self.module.dtype)
+        return cache, jnp.zeros((batch,), jnp.int32)
+
+
+@pytest.fixture(scope="module", params=["gdn", "attention"])
+def mixer(request, build):
+    return Mixer(build(_make(request.param)))
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (2, T, D))
+
+
+def _only(lengths, left=False):
+    """i32[B, T] segments with that many real tokens, padded right (or left)."""
+    index = np.arange(T)[None]
+    lengths = np.asarray(lengths)[:, None]
+    real = index >= T - lengths if left else index < lengths
+    return jnp.asarray(real, jnp.int32)
+
+
+def _shift(x, amounts):
+    """Moves each row left by its amount; what falls in behind is noise."""
+    return jnp.stack([jnp.roll(row, -n, axis=0) for row, n in zip(x, amounts)])
+
+
+def _same(got, want, atol=2e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def stepped(mixer, x):
+    """Outputs and caches of feeding one token at a time."""
+    cache, length = mixer.empty(2)
+    outputs, caches = [], {}
+    one = jnp.ones((2, 1), jnp.int32)
+    for t in range(T):
+        y, cache, length = mixer.cached(
+            mixer.state, x[:, t : t + 1], one, cache, length
+        )
+        outputs.append(y)
+        caches[t + 1] = cache
+    return jnp.concatenate(outputs, axis=1), caches
+
+
+def test_steps_and_one_prefill_agree(mixer, x, stepped):
+    outputs, caches = stepped
+    ones = jnp.ones((2, T), jnp.int32)
+    _same(outputs, mixer.packed(mixer.state, x, ones))
+    y, cache, length = mixer.cached(mixer.state, x, ones, *mixer.empty(2))
+    _same((y, cache), (outputs, caches[T]))
+    np.testing.assert_array_equal(length, [T, T])
+
+
+@pytest.mark.parametrize("n", SPLITS)
+def test_right_padded_prefill_then_the_rest(mixer, x, stepped, n):
+    outputs, caches = stepped
+    # Rows of unequal length: the second stops ten tokens earlier if it can.
+    lengths = [n, max(1, n - 10)]
+    y, cache, length = mixer.cached(mixer.state, x, _only(lengths), *mixer.empty(2))
+    for row, count in enumerate(lengths):
+        _same(y[row, :count], outputs[row, :count])
+        here, there = (
+            jax.tree.map(lambda leaf, r=row: leaf[r], c) for c in (cache, caches[count])
+        )
+        _same(here, there)
+    np.testing.assert_array_equal(length, lengths)
+    rest = [T - count for count in lengths]
+    y, cache, _ = mixer.cached(
+        mixer.state, _shift(x, lengths), _only(rest), cache, length
+    )
+    for row, count in enumerate(rest):
+        _same(y[row, :count], outputs[row, T - count :])
+    _same(cache, caches[T])
+
+
+def test_a_finished_row_keeps_its_state(mixer, x, stepped):
+    _, caches = stepped
+    alive = jnp.array([[1], [0]], jnp.int32)
+    length = jnp.array([65, 65], jnp.int32)
+    _, cache, after = mixer.cached(mixer.state, x[:, 65:66], alive, caches[65], length)
+    np.testing.assert_array_equal(after, [66, 65])
+    _same(*(jax.tree.map(lambda leaf: leaf[1], c) for c in (cache, caches[65])), 0)
+    _same(*(jax.tree.map(lambda leaf: leaf[0], c) for c in (cache, caches[66])))
+
+
+def test_left_padding_changes_nothing(mixer, x, stepped):
+    outputs, caches = stepped
+    lengths = [127, 64]
+    moved = _shift(x, [n - T for n in lengths])
+    segments = _only(lengths, left=True)
+    y, cache, _ = mixer.cached(mixer.state, moved, segments, *mixer.empty(2))
+    plain = mixer.packed(mixer.state, moved, segments)
+    for row, count in enumerate(lengths):
+        want = outputs[row, :count]
+        _same(y[row, T - count :], want)
+        _same(plain[row, T - count :], want)
+        here, there = (
+            jax.tree.map(lambda leaf, r=row: leaf[r], c) for c in (cache, caches[count])
+        )
+        _same(here, there)
+
+
+LAYOUTS = ([50, 65], [1, 64, 1, 63], [128, 2], [3, 1, 1, 60])
+
+
+def _segments(documents):
+    ids = np.zeros(T, np.int32)
+    start = 0
+    for number, length in enumerate(documents, start=1):
+        ids[start : start + length] = number
+        start += length
+    return jnp.asarray(ids)
+
+
+@pytest.mark.parametrize("pair", [LAYOUTS[:2], LAYOUTS[2:]])
+def test_packed_documents_equal_separate_ones(mixer, x, pair):
+    segments = jnp.stack([_segments(documents) for documents in pair])
+    y = mixer.packed(mixer.state, x, segments)
+    for row, documents in enumerate(pair):
+        starts = np.cumsum([0, *documents[:-1]])
+        # Two documents at a time, each alone in its row.
+        for first in range(0, len(documents), 2):
+            some = range(first, min(first + 2, len(documents)))
+            alone = [jnp.roll(x[row], -starts[i], axis=0) for i in some]
+            lengths = [documents[i] for i in some]
+            if len(alone) == 1:
+                alone, lengths = alone * 2, lengths * 2
+            separate = mixer.packed(mixer.state, jnp.stack(alone), _only(lengths))
+            for slot, i in enumerate(some):
+                start, length = starts[i], documents[i]
+                _same(y[row, start : start + length], separate[slot, :length])
+
+
+def test_no_gradient_from_the_future_or_another_document(mixer, x):
+    segments = jnp.stack([_segments([50, 65]), _segments([128, 2])])
+    weights = jnp.zeros((2, T, D)).at[0, 70].set(1.0).at[1, 64].set(1.0)
+    moved = np.asarray(
+        jnp.abs(mixer.gradient(mixer.state, x, segments, weights)).max(-1)
+    )
+    seen = np.zeros((2, T), bool)
+    oldest = 20 if isinstance(mixer.module, Attention) else T
+    seen[0, max(50, 71 - oldest) : 71] = True
+    seen[1, max(0, 65 - oldest) : 65] = True
+    assert (moved[~seen] == 0.0).all()
+    near = seen & (np.arange(T) > np.array([[60], [54]]))
+    assert (moved[near] > 0.0).all()
+
+
+def test_another_document_moves_no_bit(mixer, x):
+    segments = jnp.stack([_segments([50, 65]), _segments([64, 64])])
+    y = mixer.packed(mixer.state, x, segments)
+    other = mixer.packed(
+        mixer.state, jnp.where((segments == 1)[:, :, None], -3.0 * x, x), segments
+    )
+    second = np.asarray(segments) == 2
+    np.testing.assert_array_equal(np.asarray(y)[second], np.asarray(other)[second])
+
+
+@pytest.mark.parametrize("kind", ["gdn", "attention"])
+def test_low_precision_keeps_f32_where_it_must(build, kind, x):
+    module = build(_make(kind, "bfloat16"))
+    low = Mixer(module)
+    x = x.astype(jnp.bfloat16)
+    y, cache, _ = jax.eval_shape(low.cached, low.state, x, _only([T, T]), *low.empty(2))
+    assert y.dtype == jnp.bfloat16
+    if kind == "attention":
+        assert isinstance(cache, KVCache)
+        assert cache.k.dtype == jnp.bfloat16
+        assert module.sinks.dtype == jnp.float32
+        return
+    assert cache.state.dtype == jnp.float32
+    assert cache.conv.dtype == jnp.bfloat16
+    assert module.A_log.dtype == module.dt_bias.dtype == jnp.float32
+    meta = packing_metadata((2, T))
+    for gate in jax.eval_shape(module.gates, x, meta):
+        assert gate.dtype == jnp.float32
+
+
+def test_gates_stand_still_on_padding(build, x):
+    module = build(_make("gdn"))
+    segments = _only([5, T])
+    meta = packing_metadata((2, T), segment_ids=segments)
+    g, beta = jax.jit(module.gates)(x, meta)
+    assert (np.asarray(g)[0, 5:] == 0).all()
+    assert (np.asarray(beta)[0, 5:] == 0).all()
+    assert (np.asarray(g)[1] < 0).all()
+    assert (np.asarray(beta)[1] > 0).all()
+
+
+@pytest.mark.parametrize("dt_init", ["inverse_softplus", "ones"])
+def test_initial_decay_is_in_its_range(dt_init):
+    config = GatedDeltaNetConfig(
+        num_key_heads=1, num_value_heads=64, key_dim=1, value_dim=1, dt_init=dt_init
+    )
+
+    def parameters(key):
+        layer = GatedDeltaNet(config, 1, rngs=nnx.Rngs(key))
+        return layer.A_log[...], layer.dt_bias[...], layer.conv_kernel[...]
+
+    A_log, dt_bias, conv = jax.jit(parameters)(jax.random.key(0))
+    rate = np.exp(np.asarray(A_log))
+    assert rate.min() >= 0.01
+    assert 8 < rate.max() < 16
+    assert np.abs(conv).max() <= 0.5
+    if dt_init == "ones":
+        np.testing.assert_array_equal(dt_bias, 1.0)
+    else:
+        dt = np.logaddexp(0, np.asarray(dt_bias, np.float64))
+        assert 0.99e-3 <= dt.min() < 3e-3
+        assert 0.03 < dt.max() <= 0.101
+
+
+def _attention(**changes):
+    return AttentionConfig(
+        **({"num_heads": 4, "num_kv_heads": 2, "head_dim": 8} | changes)
+    )
+
+
+def _gdn(**changes):
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 8}
+    return GatedDeltaNetConfig(**(sizes | changes))
+
+
+@pytest.mark.parametrize(
+    "make, changes, message",
+    [
+        (_attention, {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv"),
+        (_attention, {"head_dim": 0}, "head_dim=0"),
+        (_attention, {"window": 0}, "window=0"),
+        (_attention, {"logit_cap": -1.0}, r"logit_cap=-1\.0"),
+        (_attention, {"head_dim": 7}, "rotates 7 dim"),
+        (_gdn, {"num_key_heads": 3}, "num_value_heads=4 must be a multiple"),
+        (_gdn, {"conv_width": 1}, "conv_width=1"),
+        (_gdn, {"dt_init": "zeros"}, "dt_init='zeros'"),
+        (_gdn, {"chunk_size": 0}, "chunk_size=0"),
+    ],
+)
+def test_bad_configs_raise(make, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_a_cache_without_its_length_raises(build, x):
+    module = build(_make("attention"))
+    cache = module.init_cache(2, T, jnp.float32)
+    with pytest.raises(ValueError, match="needs `length`"):
+        module(x, packing_metadata((2, T)), cache)

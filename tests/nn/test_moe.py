@@ -1,0 +1,146 @@
+"""Mixture of experts and dense MLP against sums over all experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxaccel.data.batch import packing_metadata
+from jaxaccel.nn.mlp import MLP, MLPConfig
+from jaxaccel.nn.moe import MoE
+from jaxaccel.nn.router import MoEConfig
+
+
+CONFIGS = {
+    "qwen": MoEConfig(num_experts=4, top_k=2, d_ff=6, shared_d_ff=5, shared_gate=True),
+    "nemotron": MoEConfig(
+        num_experts=4,
+        top_k=2,
+        d_ff=6,
+        activation="relu2",
+        score="sigmoid",
+        scale=2.5,
+        bias_update_rate=1e-3,
+        shared_d_ff=5,
+    ),
+}
+SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0, 0]], np.int32)
+
+
+def _dense(layer, x, real):
+    """The same mixture as a sum over all experts."""
+    config = layer.config
+    routing = layer.router(x)
+    one_hot = jax.nn.one_hot(routing.expert_ids, config.num_experts)
+    weights = jnp.einsum("btke,btk->bte", one_hot, routing.weights)
+    weights = jnp.where(real[:, :, None], weights, 0.0)
+    hidden = jnp.einsum("btd,edf->btef", x, layer.w_in[...])
+    if config.activation == "swiglu":
+        gate, up = jnp.split(hidden, 2, -1)
+        hidden = jax.nn.silu(gate) * up
+    else:
+        hidden = jax.nn.relu(hidden) ** 2
+    y = jnp.einsum("btef,efd,bte->btd", hidden, layer.w_out[...], weights)
+    shared = layer.shared(x)
+    if config.shared_gate:
+        shared = shared * jax.nn.sigmoid(layer.shared_gate(x))
+    return y + shared
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def case(request, build):
+    """The layer's parts, input, metadata, and what sparse and dense forms return."""
+    layer = build(lambda rngs: MoE(CONFIGS[request.param], 8, rngs=rngs))
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    x = jax.random.normal(jax.random.key(1), (2, 7, 8))
+    meta = packing_metadata((2, 7), segment_ids=jnp.asarray(SEGMENTS))
+    probe = jax.random.normal(jax.random.key(2), x.shape)
+
+    @jax.jit
+    def both(params, x, meta):
+        def loss(params, x, dense):
+            layer = nnx.merge(graphdef, params, rest)
+            if dense:
+                y, aux = _dense(layer, x, meta.is_real), None
+            else:
+                y, aux = layer(x, meta)
+            return jnp.sum(y * probe), (y, aux)
+
+        return [
+            jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x, dense)
+            for dense in (False, True)
+        ]
+
+    return params, x, meta, both
+
+
+def test_equals_the_sum_over_all_experts_with_gradients(case):
+    params, x, meta, both = case
+    ((_, (y, _)), gradients), ((_, (want, _)), want_gradients) = both(params, x, meta)
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    for got, want in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_padding_is_sent_to_no_expert(case):
+    params, x, meta, both = case
+    ((_, (y, aux)), _), _ = both(params, x, meta)
+    assert int(aux.counts.sum()) == 2 * np.count_nonzero(SEGMENTS)
+    noise = jnp.where(meta.is_real[:, :, None], x, 100.0)
+    ((_, (other, other_aux)), _), _ = both(params, noise, meta)
+    np.testing.assert_array_equal(aux.counts, other_aux.counts)
+    real = np.asarray(meta.is_real)
+    np.testing.assert_array_equal(np.asarray(y)[real], np.asarray(other)[real])
+
+
+def test_router_stays_f32_under_bf16(build):
+    layer = build(
+        lambda rngs: MoE(
+            CONFIGS["qwen"],
+            8,
+            dtype=jnp.bfloat16,
+            param_dtype=jnp.bfloat16,
+            rngs=rngs,
+        )
+    )
+    assert layer.router.kernel.dtype == jnp.float32
+    assert layer.w_in.dtype == jnp.bfloat16
+    x = jax.random.normal(jax.random.key(1), (1, 4, 8), jnp.bfloat16)
+    graphdef, state = nnx.split(layer)
+
+    def run(state, x):
+        layer = nnx.merge(graphdef, state)
+        return layer(x, packing_metadata((1, 4))), layer.router(x)
+
+    (y, aux), routing = jax.eval_shape(run, state, x)
+    assert y.dtype == jnp.bfloat16
+    assert aux.entropy.dtype == jnp.float32
+    assert routing.logits.dtype == jnp.float32
+    assert routing.weights.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_dense_mlp_matches_the_formula(build, activation):
+    layer = build(lambda rngs: MLP(4, 6, activation, rngs=rngs))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 4))
+    up = np.asarray(x @ layer.up_proj.kernel[...])
+    if activation == "swiglu":
+        gate = np.asarray(x @ layer.gate_proj.kernel[...])
+        hidden = gate / (1 + np.exp(-gate)) * up
+    else:
+        assert not hasattr(layer, "gate_proj")
+        hidden = np.maximum(up, 0) ** 2
+    want = hidden @ np.asarray(layer.down_proj.kernel[...])
+    np.testing.assert_allclose(jax.jit(layer.__call__)(x), want, atol=1e-5)
+
+
+def test_bad_mlp_configs_raise():
+    with pytest.raises(ValueError, match="d_ff=0"):
+        MLPConfig(d_ff=0)
+    with pytest.raises(ValueError, match="'gelu' is unknown"):
+        MLPConfig(d_ff=4, activation="gelu")
+    with pytest.raises(ValueError, match="'gelu' is unknown"):
+        MLP(4, 4, "gelu", rngs=nnx.Rngs(0))
