@@ -97,7 +97,7 @@ def read_experiment(
     registry.register_all()
     reader = Reader([pathlib.Path(path) for path in search_paths])
     for path in gin_files:
-        reader.read_file(pathlib.Path(path), ())
+        reader.read_file(pathlib.Path(path))
     reader.read_command_line("--gin_bindings", bindings)
     reader.read_command_line("--gin", assignments, text_allowed=True)
     builder = _Builder(reader.bindings)

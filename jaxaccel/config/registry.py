@@ -65,7 +65,7 @@ class Experiment:
 _HOME = {
     "DataConfig": "jaxaccel.data.pipeline",
     "Experiment": __name__,
-    "MeshConfig": "jaxaccel.training.config",
+    "MeshConfig": "jaxaccel.core.sharding",
     "OptimConfig": "jaxaccel.training.config",
     "Qwen3NextConfig": "jaxaccel.models.qwen3_next",
     "Qwen3_5TextConfig": "jaxaccel.models.qwen3_5_text",

@@ -92,25 +92,27 @@ class Reader:
         self.imports: list[str] = []
         self._search_paths = search_paths
 
-    def read_file(self, path: pathlib.Path, chain: tuple[pathlib.Path, ...]) -> None:
-        found = self._find(path, chain)
-        if found.resolve() in [p.resolve() for p in chain]:
-            raise ConfigError(
-                f"{chain[-1]}: includes {path}, which is still being read "
-                f"({' -> '.join(map(str, [*chain, found]))})"
-            )
-        text = found.read_text(encoding="utf-8")
+    def read_file(self, path: pathlib.Path) -> None:
+        """Reads a file and what it includes; raises FileNotFoundError."""
+        self._read(self._find(path, None), ())
+
+    def _read(self, path: pathlib.Path, chain: tuple[pathlib.Path, ...]) -> None:
         seen: dict[tuple[str, str, str], Binding] = {}
-        for statement in self._statements(text, str(found)):
-            if isinstance(statement, config_parser.IncludeStatement):
-                where = f"{found}:{statement.location.line_num}"
-                try:
-                    self.read_file(pathlib.Path(statement.filename), (*chain, found))
-                except FileNotFoundError as error:
-                    raise FileNotFoundError(f"{where}: {error}") from None
-            else:
-                where = f"{found}:{statement.location.line_num}"
+        chain = (*chain, path)
+        text = path.read_text(encoding="utf-8")
+        for statement in self._statements(text, str(path)):
+            where = f"{path}:{statement.location.line_num}"
+            if not isinstance(statement, config_parser.IncludeStatement):
                 self._take(statement, where, seen)
+                continue
+            try:
+                included = self._find(pathlib.Path(statement.filename), path.parent)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{where}: {error}") from None
+            if included.resolve() in [p.resolve() for p in chain]:
+                told = " -> ".join(map(str, (*chain, included)))
+                raise ConfigError(f"{where}: a file includes itself: {told}")
+            self._read(included, chain)
 
     def read_command_line(
         self, option: str, texts: Sequence[str], *, text_allowed: bool = False
@@ -129,11 +131,9 @@ class Reader:
             for statement in statements:
                 self._take(statement, where, seen)
 
-    def _find(self, path: pathlib.Path, chain: tuple[pathlib.Path, ...]):
-        folders = [pathlib.Path()]
-        if chain:
-            folders.insert(0, chain[-1].parent)
-        candidates = [folder / path for folder in [*folders, *self._search_paths]]
+    def _find(self, path: pathlib.Path, beside: pathlib.Path | None) -> pathlib.Path:
+        folders = [pathlib.Path()] if beside is None else [beside, pathlib.Path()]
+        candidates = [folder / path for folder in (*folders, *self._search_paths)]
         for candidate in candidates:
             if candidate.is_file():
                 return pathlib.Path(os.path.normpath(candidate))
