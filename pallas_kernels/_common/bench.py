@@ -26,7 +26,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import _OPS
 from pallas_kernels._common import timing
-from pallas_kernels._common.dispatch import Choice
 from pallas_kernels._common.testing import assert_close
 
 
@@ -44,7 +43,7 @@ class Case:
       arguments: random key -> the arguments of everything below.
       implementation: name -> the op as a function of the arguments.
       reference: what every result is compared with; called on float32 arguments.
-      choose: what `implementation=None` would run.
+      picked: what `implementation=None` would run, in words.
       bytes, flops: the least that must be moved and computed.
       peers: name -> () -> (function of the arguments, version); ImportError if the
         peer is not installed.
@@ -56,7 +55,7 @@ class Case:
     arguments: Callable[[jax.Array], tuple[Any, ...]]
     implementation: Callable[[str], Callable[..., Any]]
     reference: Callable[..., Any]
-    choose: Callable[[], Choice]
+    picked: Callable[[], str]
     bytes: int
     flops: int
     peers: Mapping[str, Callable[[], tuple[Callable[..., Any], str]]]
@@ -122,7 +121,7 @@ def measure_case(
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of one workload: implementation x peer x cache state."""
     args = case.arguments(jax.random.key(0))
-    picked = case.choose()
+    picked = case.picked()
     runs = {
         name: _time(case, functools.partial(_ours, case, name), args)
         for name in implementations
@@ -186,8 +185,7 @@ def _row(case, limits, picked, name, ours, peer, theirs, cache) -> dict[str, Any
         "ratio": _digits(peer_ms / ms if ms and peer_ms else None),
         "timer": time.timer if time else None,
         "cache": cache,
-        "picked": picked.implementation,
-        "config": str(picked.config) if name == "mosaic" else None,
+        "picked": picked,
         "note": "; ".join(filter(None, notes)),
     }
 

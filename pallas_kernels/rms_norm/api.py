@@ -20,26 +20,25 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `rms_norm` was asked for, without the arrays.
+class Kernels:
+    """What runs each direction: a kernel with its tiling, or XLA for `None`."""
 
-    Attributes:
-      kernels: the tilings of the forward and the backward kernel; `None` runs XLA.
-    """
+    fwd: configs.Config | None = None
+    bwd: configs.Config | None = None
+
+    def __str__(self) -> str:
+        return f"forward {self.fwd or 'xla'}, backward {self.bwd or 'xla'}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `rms_norm` was asked for, without the arrays."""
 
     eps: float
     zero_centered: bool
     norm_before_gate: bool
     num_groups: int
-    kernels: Kernels | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The tilings of both directions."""
-
-    fwd: configs.Config
-    bwd: configs.Config
+    kernels: Kernels
 
 
 def rms_norm(
@@ -96,7 +95,7 @@ def rms_norm(
         zero_centered=zero_centered,
         norm_before_gate=norm_before_gate,
         num_groups=num_groups,
-        kernels=choice.config,
+        kernels=choice.config or Kernels(),
     )
     return _rms_norm(options, x, scale, gate)
 
@@ -123,14 +122,23 @@ def choose(
         refused["mosaic"] = reason
     else:
         rows, width = math.prod(x.shape[:-1]), x.shape[-1] // num_groups
-        kernels = Kernels(
-            fwd=configs.pick(rows, width, x.dtype, "fwd", gate is not None),
-            bwd=configs.pick(rows, width, x.dtype, "bwd", gate is not None),
-        )
-        if implementation is None and configs.xla_is_faster(
-            rows, width, x.dtype, gate is not None
-        ):
-            refused["mosaic"] = "XLA's fusion was measured to be faster at this size"
+        call = {
+            "rows": rows,
+            "width": width,
+            "dtype": x.dtype,
+            "gated": gate is not None,
+        }
+        tilings = {}
+        for direction in ("fwd", "bwd"):
+            # A named "mosaic" is obeyed; otherwise each direction takes the faster.
+            if implementation is None and configs.xla_is_faster(
+                direction=direction, **call
+            ):
+                continue
+            tilings[direction] = configs.pick(direction=direction, **call)
+        kernels = Kernels(**tilings)
+        if not tilings:
+            refused["mosaic"] = "XLA was measured to be faster at this size, both ways"
     return select("rms_norm", implementation, refused, config=kernels)
 
 
@@ -171,7 +179,7 @@ def _mosaic_refusal(x: Any, scale: Any, gate: Any, num_groups: int) -> str | Non
 def _rms_norm(options: Options, x, scale, gate):
     shape = x.shape
     x, scale, gate = _grouped(options, x, scale, gate)
-    if options.kernels is None:
+    if options.kernels.fwd is None:
         y = xla.forward(x, _factor(options, scale), gate, **_formula(options))
     else:
         y = _kernel_module().rms_norm_fwd(
@@ -188,7 +196,7 @@ def _rms_norm_bwd(options: Options, residuals, dy):
     shape, scale_dtype = residuals[0].shape, residuals[1].dtype
     x, scale, gate = _grouped(options, *residuals)
     dy = dy.reshape(x.shape)
-    if options.kernels is None:
+    if options.kernels.bwd is None:
         factor = _factor(options, scale)
         grads = xla.backward(x, factor, gate, dy, **_formula(options))
     else:

@@ -128,10 +128,10 @@ def table_key(rows: int, width: int, dtype: Any, direction: str, gated: bool) ->
 
 def pick(rows: int, width: int, dtype: Any, direction: str, gated: bool) -> Config:
     """The measured tiling where there is one that divides `rows`, else a guess."""
-    entry = table_key(rows, width, dtype, direction, gated)
-    if (found := tuning.lookup("rms_norm", entry)) is not None:
-        fields = {f.name for f in dataclasses.fields(Config)} & found.keys()
-        config = Config(**{name: found[name] for name in fields})
+    found = tuning.lookup("rms_norm", table_key(rows, width, dtype, direction, gated))
+    if found is not None:
+        names = {field.name for field in dataclasses.fields(Config)}
+        config = Config(**{k: v for k, v in found.items() if k in names})
         if rows % config.rows == 0:
             return config
     return heuristic(rows, width, dtype, direction)
@@ -153,7 +153,9 @@ def refusal(rows: int, width: int, dtype: Any) -> str | None:
     return None
 
 
-def xla_is_faster(rows: int, width: int, dtype: Any, gated: bool) -> bool:
-    """Whether XLA's fusion was measured to beat the kernels at this size."""
-    found = tuning.lookup("rms_norm", table_key(rows, width, dtype, "fwd", gated))
+def xla_is_faster(
+    rows: int, width: int, dtype: Any, direction: str, gated: bool
+) -> bool:
+    """Whether XLA's fusion was measured to beat the kernel at this size."""
+    found = tuning.lookup("rms_norm", table_key(rows, width, dtype, direction, gated))
     return found is not None and bool(found.get("xla_is_faster", False))

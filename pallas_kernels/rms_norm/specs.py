@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from pallas_kernels._common.bench import Case
-    from pallas_kernels._common.dispatch import Choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,11 +154,12 @@ def _case(spec: Spec, backward: bool) -> Case:
         op = functools.partial(api.rms_norm, implementation=name)
         return run(spec, op, backward)
 
-    def choose() -> Choice:
+    def picked() -> str:
         x = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
         scale = jax.ShapeDtypeStruct(spec.shape[-1:], jnp.dtype(spec.scale_dtype))
         gate = None if spec.gate == "no" else x
-        return api.choose(x, scale, gate=gate, **spec.options())
+        choice = api.choose(x, scale, gate=gate, **spec.options())
+        return str(choice.config or choice.implementation)
 
     peers = {"xla": lambda: (implementation("xla"), jax.__version__)}
     if spec.gate == "no" and spec.num_groups == 1:
@@ -171,7 +171,7 @@ def _case(spec: Spec, backward: bool) -> Case:
         arguments=spec.arguments,
         implementation=implementation,
         reference=run(spec, reference.rms_norm, backward),
-        choose=choose,
+        picked=picked,
         bytes=minimal_bytes(spec, backward),
         flops=0,
         peers=peers,
