@@ -61,20 +61,16 @@ class TrainConfig:
 
     Attributes:
       num_steps: optimizer steps.
-      batch_size: rows per optimizer step, over all processes and micro-batches.
-      accumulation: micro-batches that a step is split into to save memory; does not
-        change the result beyond rounding (a router's balance loss aside, which looks
-        at one micro-batch at a time).
+      accumulation: micro-batches that a step is split into to save memory; divides
+        the data config's batch size. It does not change the result beyond rounding,
+        a router's balance loss aside, which looks at one micro-batch at a time.
       optim: the optimizer.
       mesh: how devices are laid out.
       seed: of parameters and of the training RNG.
       loss_chunk: positions of every row whose logits exist at the same time.
       z_loss: weight of log(Z)^2 of the output logits.
-      balance_loss_weight: weight of the routers' load-balance loss, mean over layers.
-      router_z_loss_weight: weight of the routers' z-loss, mean over layers.
-      router_bias_rate: step of the loss-free balancing bias (arXiv 2408.15664);
-        `None` takes the model's own `bias_update_rate`.
-      mtp_loss_weight: weight of the multi-token prediction loss; 0 leaves it out.
+      mtp_loss_weight: weight of the multi-token prediction loss; 0 leaves it out. The
+        routers' losses are weighted by the model's own config.
       ema_decay: decay of an f32 running mean of the parameters; `None` for none.
       eval_every: steps between evaluations; 0 evaluates at start and end only.
       eval_batches: most batches of one evaluation; `None` takes all held-out text.
@@ -90,16 +86,12 @@ class TrainConfig:
     """
 
     num_steps: int = 1000
-    batch_size: int = 8
     accumulation: int = 1
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     seed: int = 0
     loss_chunk: int = 512
     z_loss: float = 0.0
-    balance_loss_weight: float = 0.01
-    router_z_loss_weight: float = 0.0
-    router_bias_rate: float | None = None
     mtp_loss_weight: float = 0.0
     ema_decay: float | None = None
     eval_every: int = 0
@@ -114,15 +106,10 @@ class TrainConfig:
     compile_cache: str | None = None
 
     def __post_init__(self):
-        for name in ("num_steps", "batch_size", "accumulation", "log_every"):
+        for name in ("num_steps", "accumulation", "log_every", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected >= 1")
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}, not >= 1")
-        if self.batch_size % self.accumulation:
-            raise ValueError(
-                f"accumulation is {self.accumulation}, which does not divide "
-                f"batch_size {self.batch_size}"
-            )
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise ValueError(f"ema_decay is {self.ema_decay}, expected 0 < x < 1")

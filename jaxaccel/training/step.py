@@ -17,10 +17,15 @@ from jaxaccel.core.sharding import (
     like_parameters,
     parameter_shardings,
 )
-from jaxaccel.core.tree import ModelParts, cast_floats, split_model
+from jaxaccel.core.tree import (
+    ModelParts,
+    cast_floats,
+    num_stacked_axes,
+    split_model,
+)
 from jaxaccel.data.batch import PackedBatch
 from jaxaccel.training.config import TrainConfig
-from jaxaccel.training.losses import chunked_cross_entropy, dense_cross_entropy
+from jaxaccel.training.losses import LossSums, chunked_cross_entropy
 from jaxaccel.training.optim import learning_rate
 
 
@@ -78,8 +83,8 @@ class BatchSums:
       bytes: f32[], UTF-8 bytes that the counted targets stand for.
       mtp_nats: f32[], the same as `nats` for the second-next token.
       balance: f32[], part of the routers' balance loss, mean over layers.
-      entropy: f32[], part of the entropy of the routers' choice, mean over layers.
-      counts: i32[L, E], tokens that each expert of each routed layer got, or `None`.
+      counts: i32[L, E], tokens that each expert of each layer got, or `None`.
+      mtp_counts: i32[E], the same for the multi-token prediction block.
     """
 
     loss: jax.Array
@@ -88,8 +93,8 @@ class BatchSums:
     bytes: jax.Array
     mtp_nats: jax.Array
     balance: jax.Array
-    entropy: jax.Array
     counts: jax.Array | None
+    mtp_counts: jax.Array | None
 
 
 Loss = Callable[..., tuple[jax.Array, BatchSums]]
@@ -103,14 +108,12 @@ def second_next(batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
       batch: rows [B, T].
 
     Returns:
-      (targets i32[B, T], weights f32[B, T]); the weight is zero where the document
-      ends before.
+      (targets i32[B, T - 1], weights f32[B, T - 1]); the weight is zero where the
+      document ends before.
     """
-    shift = ((0, 0), (0, 1))
-    targets = jnp.pad(batch.targets[:, 1:], shift)
-    same = jnp.pad(batch.segment_ids[:, 1:], shift) == batch.segment_ids
-    following = jnp.pad(batch.loss_mask[:, 1:], shift)
-    return targets, jnp.where(same, batch.loss_mask * following, 0.0)
+    same = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
+    both = batch.loss_mask[:, :-1] * batch.loss_mask[:, 1:]
+    return batch.targets[:, 1:], jnp.where(same, both, 0.0)
 
 
 def batch_totals(batch: PackedBatch) -> BatchTotals:
@@ -158,34 +161,47 @@ def language_model_loss(
     )
     loss = sums.loss / totals.weight
     zero = jnp.zeros((), jnp.float32)
-    balance, entropy, counts, mtp_nats = zero, zero, None, zero
-    if output.aux is not None:
-        # Means over tokens add up when weighted by the share of the batch's tokens.
-        share = _num_tokens(batch) / totals.tokens
-        balance = share * jnp.mean(output.aux.balance_loss)
-        entropy = share * jnp.mean(output.aux.entropy)
-        router_z = share * jnp.mean(output.aux.z_loss)
-        counts = output.aux.counts
-        loss = loss + config.balance_loss_weight * balance
-        loss = loss + config.router_z_loss_weight * router_z
+    balance, mtp_nats, mtp_counts = zero, zero, None
+    # Means over tokens add up when weighted by the share of the batch's tokens.
+    share = _num_tokens(batch) / totals.tokens
+    aux = output.aux
+    if aux is not None:
+        balance = share * jnp.mean(aux.balance_loss)
+        loss = loss + balance + share * jnp.mean(aux.z_loss)
     if config.mtp_loss_weight:
-        targets, weights = second_next(batch)
-        logits = model.mtp_logits(
-            output.hidden, batch.targets, batch.segment_ids, batch.positions
-        )
-        mtp = dense_cross_entropy(logits, targets, weights)
+        mtp, mtp_aux = _mtp_sums(model, batch, output.hidden, config)
         mtp_nats = mtp.nats
-        loss = loss + config.mtp_loss_weight * mtp.loss / totals.mtp_weight
+        mtp_loss = mtp.loss / totals.mtp_weight
+        if mtp_aux is not None:
+            mtp_loss = mtp_loss + share * (mtp_aux.balance_loss + mtp_aux.z_loss)
+            mtp_counts = mtp_aux.counts
+        loss = loss + config.mtp_loss_weight * mtp_loss
     return loss, BatchSums(
         loss=loss,
         nats=sums.nats,
         correct=sums.correct,
-        bytes=jnp.sum(jnp.where(batch.loss_mask > 0, batch.num_bytes, 0.0)),
+        bytes=_counted_bytes(batch),
         mtp_nats=mtp_nats,
         balance=balance,
-        entropy=entropy,
-        counts=counts,
+        counts=None if aux is None else aux.counts,
+        mtp_counts=mtp_counts,
     )
+
+
+def _mtp_sums(model: Any, batch: PackedBatch, hidden: jax.Array, config: TrainConfig):
+    """Cross-entropy of second-next tokens, and the report of the block's router."""
+    hidden, aux = model.mtp_hidden(
+        hidden, batch.tokens, batch.segment_ids, batch.positions
+    )  # [B, T - 1, D]
+    targets, weights = second_next(batch)
+    sums: LossSums = chunked_cross_entropy(
+        model.unembed, hidden, targets, weights, chunk=config.loss_chunk
+    )
+    return sums, aux
+
+
+def _counted_bytes(batch: PackedBatch) -> jax.Array:
+    return jnp.sum(jnp.where(batch.loss_mask > 0, batch.num_bytes, 0.0))
 
 
 def _micro_batches(batch: PackedBatch, accumulation: int) -> PackedBatch:
@@ -203,29 +219,37 @@ def _micro_batches(batch: PackedBatch, accumulation: int) -> PackedBatch:
 
 
 def update_router_biases(
-    buffers: Mapping[str, jax.Array], counts: jax.Array | None, rate: float
+    buffers: Mapping[str, jax.Array], sums: BatchSums, rate: float
 ) -> dict[str, jax.Array]:
     """Loss-free balancing, b += rate * sign(mean(c) - c) (arXiv 2408.15664).
 
     Args:
-      buffers: arrays by name; "layers/<position>/.../router/bias" are f32[P, E].
-      counts: i32[L, E], tokens by expert for all routed layers in the order of the
-        network: period by period, and position by position within a period.
+      buffers: arrays by name; "layers/<position>/mlp/router/bias" are f32[P, E],
+        "mtp/block/mlp/router/bias" is f32[E].
+      sums: counts of the whole batch, over all devices and micro-batches.
       rate: size of the change.
 
     Returns:
       The buffers with their new biases.
     """
-    names = [name for name in buffers if name.endswith("router/bias")]
-    if counts is None or not names:
-        return dict(buffers)
-    names.sort(key=lambda name: int(name.split("/")[1]))
-    counts = counts.reshape(-1, len(names), counts.shape[-1])  # [P, positions, E]
-    updated = dict(buffers)
-    for position, name in enumerate(names):
-        load = counts[:, position].astype(jnp.float32)  # [P, E]
+
+    def moved(bias: jax.Array, counts: jax.Array) -> jax.Array:
+        load = counts.astype(jnp.float32)
         excess = load - jnp.mean(load, axis=-1, keepdims=True)
-        updated[name] = buffers[name] - rate * jnp.sign(excess)
+        return bias - rate * jnp.sign(excess)
+
+    updated = dict(buffers)
+    biases = [name for name in buffers if name.endswith("router/bias")]
+    stacked = [name for name in biases if num_stacked_axes(name)]
+    if stacked and sums.counts is not None:
+        stacked.sort(key=lambda name: int(name.split("/")[1]))
+        # Layers come period by period, so positions alternate within a period.
+        counts = sums.counts.reshape(-1, len(stacked), sums.counts.shape[-1])
+        for position, name in enumerate(stacked):
+            updated[name] = moved(buffers[name], counts[:, position])  # [P, E]
+    for name in biases:
+        if name not in stacked and sums.mtp_counts is not None:
+            updated[name] = moved(buffers[name], sums.mtp_counts)
     return updated
 
 
@@ -267,10 +291,12 @@ def _metrics(sums: BatchSums, totals: BatchTotals, config: TrainConfig) -> Metri
         metrics["mtp_nats_per_token"] = sums.mtp_nats / totals.mtp_weight
     if sums.counts is not None:
         load = sums.counts.astype(jnp.float32)  # [L, E]
-        mean = jnp.maximum(jnp.mean(load, axis=-1), 1.0)
+        total = jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
+        share = load / total
+        entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)), axis=-1)
         metrics["router_balance_loss"] = sums.balance
-        metrics["router_entropy"] = sums.entropy
-        metrics["router_max_violation"] = jnp.max(jnp.max(load, axis=-1) / mean) - 1.0
+        metrics["router_entropy"] = jnp.mean(entropy)
+        metrics["router_max_violation"] = jnp.max(share) * load.shape[-1] - 1.0
         metrics["router_dead_experts"] = jnp.sum((load == 0).astype(jnp.float32))
     return metrics
 
@@ -314,7 +340,7 @@ def make_train_step(
             opt_state=opt_state,
             rng=next_rng,
             ema=ema,
-            buffers=update_router_biases(state.buffers, sums.counts, router_bias_rate),
+            buffers=update_router_biases(state.buffers, sums, router_bias_rate),
             finite=state.finite,
         )
         finite = state.finite & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
@@ -330,7 +356,7 @@ def make_train_step(
 def make_eval_step(
     parts: ModelParts, config: TrainConfig
 ) -> Callable[[Mapping, Mapping, PackedBatch], Metrics]:
-    """Builds (params, buffers, batch) -> {"nats", "correct", "weight", "bytes"}: sums."""
+    """Builds (params, buffers, batch) -> sums "nats", "correct", "weight", "bytes"."""
 
     def eval_step(params, buffers, batch: PackedBatch) -> Metrics:
         model: Any = parts.merge(params, buffers)
@@ -342,12 +368,11 @@ def make_eval_step(
             batch.loss_mask,
             chunk=config.loss_chunk,
         )
-        counted = jnp.where(batch.loss_mask > 0, batch.num_bytes, 0.0)
         return {
             "nats": sums.nats,
             "correct": sums.correct,
             "weight": sums.weight,
-            "bytes": jnp.sum(counted),
+            "bytes": _counted_bytes(batch),
         }
 
     return eval_step
