@@ -256,7 +256,6 @@ def test_committed_files_parse_and_build(path):
     if path.stem.endswith("_base"):
         return  # Included by the ablation's files, not complete by itself.
     experiment = load_experiment([path])
-    assert experiment.data.batch_size == experiment.train.batch_size
     assert experiment.data.vocab_size == experiment.model.vocab_size
     assert isinstance(experiment.data, DataConfig)
     experiment.model.decoder()
