@@ -17,7 +17,7 @@ THREADS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Elements of a row that one thread may hold. The backward pass has four float32
 # arrays of them in registers: x, dy, the factor and its gradient.
 MAX_ELEMENTS = 40
-TILE_BYTES = 16 * 1024
+TILE_BYTES = 8 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def row_threads(rows: int, width: int, dtype: Any) -> int:
     return min(fitting, key=cost, default=0)
 
 
-def heuristic(rows: int, width: int, dtype: Any, direction: str) -> Config:
+def heuristic(rows: int, width: int, dtype: Any, direction: str, gated: bool) -> Config:
     """The tiling for rows of `width` elements that were not measured.
 
     Args:
@@ -97,6 +97,7 @@ def heuristic(rows: int, width: int, dtype: Any, direction: str) -> Config:
       width: elements of a row.
       dtype: of x.
       direction: "fwd" or "bwd".
+      gated: whether a gate is read as well.
     """
     threads = row_threads(rows, width, dtype)
     height = WARPGROUP // threads
@@ -104,14 +105,20 @@ def heuristic(rows: int, width: int, dtype: Any, direction: str) -> Config:
     row_bytes = width * jnp.dtype(dtype).itemsize
     while rows % (2 * tile) == 0 and 2 * tile * row_bytes <= TILE_BYTES:
         tile *= 2
-    # A grid with fewer tiles than blocks would leave SMs idle.
+    # A grid with fewer tiles than SMs would leave some idle.
     while tile > height and rows // tile < hw.device().sms:
         tile //= 2
+    stages = 3
+    inputs = (1 if direction == "fwd" else 2) + gated
+    resident = hw.device().smem_bytes // (inputs * stages * tile * row_bytes)
+    # One block is four warps: several hide each other's reductions. The backward
+    # pass has registers for about three.
+    wanted = 4 if direction == "fwd" else 3
     return Config(
         threads=threads,
         rows=tile,
-        stages=3,
-        blocks_per_sm=3 if direction == "fwd" else 2,
+        stages=stages,
+        blocks_per_sm=max(1, min(wanted, resident)),
     )
 
 
@@ -134,7 +141,7 @@ def pick(rows: int, width: int, dtype: Any, direction: str, gated: bool) -> Conf
         config = Config(**{k: v for k, v in found.items() if k in names})
         if rows % config.rows == 0:
             return config
-    return heuristic(rows, width, dtype, direction)
+    return heuristic(rows, width, dtype, direction, gated)
 
 
 def refusal(rows: int, width: int, dtype: Any) -> str | None:
