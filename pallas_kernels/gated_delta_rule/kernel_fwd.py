@@ -1,0 +1,400 @@
+"""Mosaic GPU kernel that carries the state through the chunks of a sequence.
+
+One block has one row and one value head and walks over its chunks. The state is held
+transposed, S^T [V, K], in f32 registers of two warpgroups (64 rows of V each) and is
+itself the left operand of the products with K^T and Q^T, so it never visits shared
+memory. A third warpgroup makes the two [C, C] matrices of a chunk,
+
+    P = scale (Q K^T) o G    and    R = (A o G) diag(beta),
+
+with A the inverse from `kernel_inverse` and G the decays between tokens of one
+document, and a fourth one feeds a ring of chunks with TMA. Per chunk:
+
+    U^T  = S^T K^T
+    D^T  = (V^T - U^T diag(enter)) R^T        what is written to the state
+    O^T  = scale (S^T Q^T) diag(enter) + D^T P^T
+    S^T  = across S^T + (D^T diag(leave)) K
+
+`enter`, `leave` and `across` are zero where a document begins or ends inside the
+chunk, so documents may begin anywhere. The same body without O, writing S at each
+chunk's entry, is the first step of the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_rule import tensor_core as tc
+from pallas_kernels.gated_delta_rule.config_mosaic import (
+    CHUNK,
+    HALF,
+    REGISTERS,
+    SQUARE,
+    STAGES,
+    STATE_WARPGROUPS,
+    Gate,
+    Shapes,
+    Warpgroup,
+)
+
+
+def decay_matrix(gates: Any, index: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """G: the decay from after token j to after token i, zero between documents.
+
+    Args:
+      gates: shared memory f32[len(Gate), C].
+      index: row and column index of each element.
+
+    Returns:
+      f32[C, C], rows i and columns j.
+    """
+    row, column = index
+    later = tc.per_row(tc.load(gates.at[Gate.TOTAL], tc.PER_ROW), SQUARE)
+    earlier = tc.per_column(tc.load(gates.at[Gate.TOTAL], tc.PER_COLUMN), SQUARE)
+    start = tc.load(gates.at[Gate.START], tc.PER_ROW).astype(jnp.int32)
+    same = (column <= row) & (column >= tc.per_row(start, SQUARE))
+    # Masked before exp2: above the diagonal the difference is positive.
+    return jnp.exp2(jnp.where(same, later - earlier, -1e30))
+
+
+def feed(
+    shapes: Shapes,
+    sources: dict[str, Any],
+    ring: dict[str, Any],
+    item: jax.Array,
+    *,
+    reverse: bool = False,
+) -> None:
+    """Warpgroup that copies chunk after chunk into the ring.
+
+    Args:
+      shapes: sizes of the call.
+      sources: q, k [B T, Hk, K]; v, do [B T, Hv, V]; inverse [B T, Hv, C]; gates
+        f32[B Hv, T / C, len(Gate), C], those that the kernel reads, in device memory.
+      ring: the same names with STAGES slots in shared memory; barriers full, free.
+      item: row * Hv + value head.
+      reverse: whether the last chunk comes first.
+    """
+    row = lax.div(item, jnp.int32(shapes.value_heads))
+    head = lax.rem(item, jnp.int32(shapes.value_heads))
+    key_head = lax.div(head, jnp.int32(shapes.group))
+
+    def step(i, carry):
+        slot = lax.rem(i, jnp.int32(STAGES))
+        chunk = shapes.chunks - 1 - i if reverse else i
+
+        @pl.when(i >= STAGES)
+        def _():
+            plgpu.barrier_wait(ring["free"].at[slot])
+
+        tokens = pl.ds(row * shapes.time + chunk * CHUNK, CHUNK)
+        for name, source in sources.items():
+            if name == "gates":
+                piece = source.at[item, chunk]
+            else:
+                piece = source.at[tokens, key_head if name in "qk" else head]
+            plgpu.copy_gmem_to_smem(piece, ring[name].at[slot], ring["full"].at[slot])
+        return carry
+
+    lax.fori_loop(0, shapes.chunks, step, None)
+    # Every arrival must be waited for before the block ends.
+    for i in range(max(0, shapes.chunks - STAGES), shapes.chunks):
+        plgpu.barrier_wait(ring["free"].at[i % STAGES])
+
+
+def mix(
+    shapes: Shapes, scale: float, ring: dict[str, Any], *, weigh_queries: bool = False
+) -> None:
+    """Warpgroup that makes R, and P if the ring has a place for it, of each chunk.
+
+    Args:
+      shapes: sizes of the call.
+      scale: factor on the output.
+      ring: what `feed` fills; weights and scores to write to; barriers full, mixed,
+        free.
+      weigh_queries: whether to replace Q by scale diag(enter) Q.
+    """
+    index = tc.square_indices(CHUNK)
+
+    def step(i, carry):
+        slot = lax.rem(i, jnp.int32(STAGES))
+        plgpu.barrier_wait(ring["full"].at[slot])
+        gates = ring["gates"].at[slot]
+        if "scores" in ring:
+            qk = tc.mma((ring["q"].at[slot], ring["k"].at[slot].T))
+        decay = decay_matrix(gates, index)
+        if "scores" in ring:
+            ring["scores"][slot] = (qk * decay * scale).astype(shapes.dtype)
+        beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+        inverse = tc.load(ring["inverse"].at[slot]).astype(jnp.float32)
+        ring["weights"][slot] = (inverse * decay * beta).astype(shapes.dtype)
+        if weigh_queries:
+            enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW) * scale
+            for start in range(0, shapes.key_dim, CHUNK):
+                part = ring["q"].at[slot, :, pl.ds(start, CHUNK)]
+                weighed = tc.load(part).astype(jnp.float32) * tc.per_row(enter, SQUARE)
+                part[...] = weighed.astype(shapes.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring["mixed"].at[slot])
+        plgpu.barrier_arrive(ring["free"].at[slot])
+        return carry
+
+    lax.fori_loop(0, shapes.chunks, step, None)
+
+
+def _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit):
+    """Warpgroup that carries 64 rows of S^T; returns them after the last chunk.
+
+    Args:
+      emit: called in each chunk with (i, S^T at entry in 16 bits, O^T or `None`).
+    """
+    half = pl.ds(warpgroup * HALF, HALF)
+    with_scores = "scores" in ring
+
+    def chunk(i, state):
+        slot = lax.rem(i, jnp.int32(STAGES))
+        shape = (HALF, CHUNK)
+        plgpu.barrier_wait(ring["full"].at[slot])
+        gates, k = ring["gates"].at[slot], ring["k"].at[slot]
+        enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
+        entry = state.astype(shapes.dtype)
+        reads = [(entry, k.T)]
+        if with_scores:
+            reads.append((entry, ring["q"].at[slot].T))
+        known, *read = tc.mma_each(*reads)
+        missing = (-known * tc.per_column(enter, shape)).astype(shapes.dtype)
+        plgpu.barrier_wait(ring["mixed"].at[slot])
+        weights = ring["weights"].at[slot].T
+        written = tc.mma((ring["v"].at[slot, :, half].T, weights), (missing, weights))
+        out = None
+        if with_scores:
+            entering = read[0] * tc.per_column(enter * scale, shape)
+            scores = ring["scores"].at[slot].T
+            out = tc.mma((written.astype(shapes.dtype), scores), init=entering)
+        leave = tc.load(gates.at[Gate.LEAVE], tc.PER_COLUMN)
+        left = (written * tc.per_column(leave, shape)).astype(shapes.dtype)
+        across = gates[Gate.ENTER, CHUNK - 1]
+        state = tc.mma((left, k), init=state * across)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring["free"].at[slot])
+        emit(i, entry, out)
+        return state
+
+    return lax.fori_loop(
+        0, shapes.chunks, chunk, tc.load_global(initial_ref.at[item, half])
+    )
+
+
+def _chunk_fwd_kernel(
+    sources, initial_ref, out_ref, last_ref, *, ring, staging, shapes, scale
+):
+    """Writes O and the final state; `sources` has q, k, v, inverse and gates."""
+
+    def carry_state(item, warpgroup):
+        row = lax.div(item, jnp.int32(shapes.value_heads))
+        head = lax.rem(item, jnp.int32(shapes.value_heads))
+        half = pl.ds(warpgroup * HALF, HALF)
+
+        def emit(i, entry, out):
+            del entry
+            tokens = pl.ds(row * shapes.time + i * CHUNK, CHUNK)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tc.store_transposed(staging.at[warpgroup], out.astype(shapes.dtype))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                staging.at[warpgroup], out_ref.at[tokens, head, half]
+            )
+
+        state = _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit)
+        last_ref.at[item, half][...] = state
+        plgpu.wait_smem_to_gmem(0)
+
+    start_warpgroups(shapes, scale, sources, ring, carry_state)
+
+
+def _chunk_states_kernel(sources, initial_ref, states_ref, *, ring, staging, shapes):
+    """Writes S at the entry of each chunk; `sources` has no q."""
+
+    def carry_state(item, warpgroup):
+        half = pl.ds(warpgroup * HALF, HALF)
+
+        def emit(i, entry, out):
+            del out
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging[warpgroup] = entry
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging.at[warpgroup], states_ref.at[item, i, half])
+
+        _state_pass(shapes, 1.0, ring, initial_ref, item, warpgroup, emit)
+        plgpu.wait_smem_to_gmem(0)
+
+    start_warpgroups(shapes, 1.0, sources, ring, carry_state)
+
+
+def start_warpgroups(
+    shapes: Shapes,
+    scale: float,
+    sources: dict[str, Any],
+    ring: dict[str, Any],
+    carry_state: Callable[[jax.Array, jax.Array], None],
+    *,
+    reverse: bool = False,
+) -> None:
+    """Gives each warpgroup of a block its part.
+
+    Args:
+      shapes, scale, sources, ring, reverse: as for `feed` and `mix`; in reverse the
+        queries are weighed.
+      carry_state: called as (item, warpgroup) in those that hold the state.
+    """
+    item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == Warpgroup.COPY)
+    def _():
+        plgpu.set_max_registers(REGISTERS[Warpgroup.COPY], action="decrease")
+        feed(shapes, sources, ring, item, reverse=reverse)
+
+    @pl.when(warpgroup == Warpgroup.MIX)
+    def _():
+        plgpu.set_max_registers(REGISTERS[Warpgroup.MIX], action="decrease")
+        mix(shapes, scale, ring, weigh_queries=reverse)
+
+    @pl.when(warpgroup < STATE_WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        carry_state(item, warpgroup)
+
+
+def ring_scratch(shapes: Shapes, names: Sequence[str]) -> dict[str, Any]:
+    """Shared memory of a ring of the sources `names`, and its barriers."""
+    dtype = shapes.dtype
+    square = tc.operand(STAGES, *SQUARE, dtype=dtype)
+    places = {
+        "q": tc.operand(STAGES, CHUNK, shapes.key_dim, dtype=dtype),
+        "k": tc.operand(STAGES, CHUNK, shapes.key_dim, dtype=dtype),
+        "v": tc.operand(STAGES, CHUNK, shapes.value_dim, dtype=dtype),
+        "do": tc.operand(STAGES, CHUNK, shapes.value_dim, dtype=dtype),
+        "inverse": square,
+        "gates": plgpu.SMEM((STAGES, len(Gate), CHUNK), jnp.float32),
+    }
+    ring: dict[str, Any] = {name: places[name] for name in names}
+    ring["weights"] = square
+    if "q" in names:
+        ring["scores"] = square
+    readers = 1 + STATE_WARPGROUPS
+    ring["full"] = plgpu.Barrier(num_arrivals=len(names), num_barriers=STAGES)
+    ring["mixed"] = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
+    ring["free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=STAGES)
+    return ring
+
+
+def chunk_fwd(
+    shapes: Shapes,
+    scale: float,
+    sources: dict[str, jax.Array],
+    initial_state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the chunks in order.
+
+    Args:
+      shapes: sizes of the call.
+      scale: factor on the output.
+      sources: q, k [B T, Hk, K], v [B T, Hv, V], and inverse, gates as
+        `kernel_inverse.prepare` gives them.
+      initial_state: f32[B Hv, V, K].
+
+    Returns:
+      o [B T, Hv, V] of v's dtype, final state f32[B Hv, V, K].
+    """
+    return launch(
+        functools.partial(_chunk_fwd_kernel, shapes=shapes, scale=scale),
+        "pk_gdn_fwd",
+        shapes,
+        sources,
+        initial_state,
+        out_type=(
+            jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype),
+            jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
+        ),
+        staging=tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
+    )
+
+
+def chunk_states(
+    shapes: Shapes, sources: dict[str, jax.Array], initial_state: jax.Array
+) -> jax.Array:
+    """The state at the entry of each chunk; arguments as for `chunk_fwd`, without q.
+
+    Returns:
+      [B Hv, T / C, V, K] of v's dtype.
+    """
+    items, value_dim, key_dim = initial_state.shape
+    (states,) = launch(
+        functools.partial(_chunk_states_kernel, shapes=shapes),
+        "pk_gdn_states",
+        shapes,
+        sources,
+        initial_state,
+        out_type=(
+            jax.ShapeDtypeStruct(
+                (items, shapes.chunks, value_dim, key_dim), shapes.dtype
+            ),
+        ),
+        staging=tc.operand(STATE_WARPGROUPS, HALF, key_dim, dtype=shapes.dtype),
+    )
+    return states
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    shapes: Shapes,
+    sources: dict[str, jax.Array],
+    state: jax.Array,
+    *,
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    staging: Any,
+) -> Any:
+    """Runs a kernel with one block per (row, value head) and four warpgroups.
+
+    Args:
+      kernel: called as kernel(sources, state, *outputs, ring=, staging=) with refs.
+      name: of the kernel in profiles.
+      shapes: sizes of the call.
+      sources: what its ring holds.
+      state: f32[B Hv, V, K], where it starts from.
+      out_type: its outputs.
+      staging: shared memory that outputs leave through.
+
+    Returns:
+      The outputs.
+    """
+    scratch = {"ring": ring_scratch(shapes, tuple(sources)), "staging": staging}
+    hw.check_registers(REGISTERS)
+    hw.check_smem(tc.shared_bytes(scratch), name)
+
+    def body(*refs, **scratch_refs):
+        count = len(sources)
+        named = dict(zip(sources, refs[:count], strict=True))
+        kernel(named, *refs[count:], **scratch_refs)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(shapes.items,),
+        grid_names=("item",),
+        num_threads=len(REGISTERS),
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name=name,
+        compiler_params=tc.params(),
+    )(*sources.values(), state)

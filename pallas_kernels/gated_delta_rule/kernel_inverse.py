@@ -1,0 +1,174 @@
+"""Mosaic GPU kernel that prepares chunks: decay factors and the 64 x 64 inverse.
+
+One block has one chunk of one key head. It multiplies K K^T once for all value heads
+that read the key head, then inverts I + strictLower(diag(beta) K K^T) for each by
+recursive doubling: with X_b the inverse of the diagonal blocks of size b,
+
+    X_2b = X_b - (X_b L X_b restricted to the lower left quarter of each 2b-block).
+
+The products are full 64 x 64 ones; X_b is block diagonal, so masking them afterwards
+is exact. Operands are f16, whose 11 bits serve entries of about 1 better than bf16.
+Unlike the Neumann product (I - L)(I + L^2)..., no step forms powers of L, which
+overflow when keys resemble each other.
+
+The inverse knows nothing of documents: a diagonal block of the inverse of a block
+triangular matrix is the inverse of that diagonal block, and the decay matrix, which
+is zero between documents, picks the diagonal blocks later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_rule import tensor_core as tc
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate, Shapes
+
+
+LOG2_E = 1.4426950408889634
+
+
+def _decay_rows(g_ref, start_ref, last_start, index):
+    """Decay factors of a chunk's tokens, `PER_ROW` vectors.
+
+    Args:
+      g_ref: f32[C] in device memory, log decay in base 2.
+      start_ref: i32[C] in device memory, document starts.
+      last_start: i32[], start of the last token's document.
+      index: row and column index of each element of [C, C].
+
+    Returns:
+      (total, enter, leave, start), f32[C] each, see `Gate`.
+    """
+    row, column = index
+    g = tc.per_column(tc.load_global(g_ref, tc.PER_COLUMN), SQUARE)
+    start = tc.load_global(start_ref, tc.PER_ROW)
+    # A document's first token has nothing to decay, hence ">" and not ">=".
+    before = (column <= row) & (column > tc.per_row(start, SQUARE))
+    total = jnp.sum(jnp.where(before, g, 0.0), axis=1)
+    remaining = jnp.sum(jnp.where(column > row, g, 0.0), axis=1)
+    enter = jnp.where(start < 0, jnp.exp2(total), 0.0)
+    leave = jnp.where(start == last_start, jnp.exp2(remaining), 0.0)
+    return total, enter, leave, start.astype(jnp.float32)
+
+
+def _unit_lower_inverse(lower, index, lower_smem, block_smem):
+    """(I + lower)^-1 for a strictly lower triangular f32[C, C] in registers."""
+    row, column = index
+    lower_smem[...] = lower.astype(jnp.float16)
+    # Blocks of size 2 are exact: (I + L)^-1 = I - L.
+    pair = (row // 2 == column // 2) & (row > column)
+    inverse = jnp.where(row == column, 1.0, jnp.where(pair, -lower, 0.0))
+    size = 2
+    while size < CHUNK:
+        blocks = inverse.astype(jnp.float16)
+        block_smem[...] = blocks
+        plgpu.commit_smem()
+        left = tc.mma((blocks, lower_smem)).astype(jnp.float16)
+        both = tc.mma((left, block_smem))
+        quarter = (row // (2 * size) == column // (2 * size)) & (
+            row // size > column // size
+        )
+        inverse = jnp.where(quarter, -both, inverse)
+        size *= 2
+    return inverse
+
+
+def _prepare_kernel(
+    k_ref,
+    g_ref,
+    beta_ref,
+    start_ref,
+    inverse_ref,
+    gates_ref,
+    k_smem,
+    lower_smem,
+    block_smem,
+    out_smem,
+    arrived,
+    *,
+    shapes: Shapes,
+):
+    block, key_head = lax.axis_index("chunk"), lax.axis_index("key_head")
+    row = lax.div(block, jnp.int32(shapes.chunks))
+    chunk = lax.rem(block, jnp.int32(shapes.chunks))
+    tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
+    plgpu.copy_gmem_to_smem(k_ref.at[tokens, key_head], k_smem, arrived)
+    index = tc.square_indices(CHUNK)
+    last_start = start_ref[row, chunk * CHUNK + (CHUNK - 1)]
+    plgpu.barrier_wait(arrived)
+    kk = tc.mma((k_smem, k_smem.T))
+
+    def value_head(member, carry):
+        head = key_head * shapes.group + member
+        item = row * shapes.value_heads + head
+        beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
+        total, enter, leave, start = _decay_rows(
+            g_ref.at[item, inside], start_ref.at[row, inside], last_start, index
+        )
+        gates = gates_ref.at[item, chunk]
+        gates.at[Gate.TOTAL][...] = total
+        gates.at[Gate.ENTER][...] = enter
+        gates.at[Gate.LEAVE][...] = leave
+        gates.at[Gate.BETA][...] = beta
+        gates.at[Gate.START][...] = start
+        lower = jnp.where(index[0] > index[1], kk * tc.per_row(beta, SQUARE), 0.0)
+        inverse = _unit_lower_inverse(lower, index, lower_smem, block_smem)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_smem[...] = inverse.astype(out_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, inverse_ref.at[tokens, head])
+        return carry
+
+    lax.fori_loop(0, shapes.group, value_head, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def prepare(
+    shapes: Shapes, k: jax.Array, g: jax.Array, beta: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Inverts the chunks and turns log decays into factors.
+
+    Args:
+      shapes: sizes of the call.
+      k: [B T, Hk, K], bf16 or f16.
+      g: f32[B Hv, T], log decay in base 2, from -160 to 0.
+      beta: f32[B Hv, T].
+      start: i32[B, T] from `tables.document_starts`.
+
+    Returns:
+      inverse [B T, Hv, C] of k's dtype: row i of (I + L)^-1 at token i.
+      gates f32[B Hv, T / C, len(Gate), C]: what `Gate` lists, chunk by chunk.
+    """
+    scratch: list[Any] = [
+        tc.operand(CHUNK, shapes.key_dim, dtype=k.dtype),
+        tc.operand(*SQUARE, dtype=jnp.float16),
+        tc.operand(*SQUARE, dtype=jnp.float16),
+        tc.operand(*SQUARE, dtype=k.dtype),
+        plgpu.Barrier(),
+    ]
+    hw.check_smem(tc.shared_bytes(scratch), "pk_gdn_prepare")
+
+    def body(*refs):
+        _prepare_kernel(*refs, shapes=shapes)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((k.shape[0], shapes.value_heads, CHUNK), k.dtype),
+            jax.ShapeDtypeStruct(
+                (shapes.items, shapes.chunks, len(Gate), CHUNK), jnp.float32
+            ),
+        ),
+        grid=(shapes.batch * shapes.chunks, shapes.key_heads),
+        grid_names=("chunk", "key_head"),
+        scratch_types=scratch,
+        kernel_name="pk_gdn_prepare",
+        compiler_params=tc.params(),
+    )(k, g, beta, start)
