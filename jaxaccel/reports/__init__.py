@@ -1,0 +1,1 @@
+"""Pages about finished runs, readable without a server or a network."""
