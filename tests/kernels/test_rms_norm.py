@@ -51,7 +51,7 @@ def tiled(monkeypatch):
     """Fixes the tiling of both kernels and shrinks the card to two SMs."""
 
     def use(tiling):
-        monkeypatch.setattr(config, "pick", lambda *_: tiling)
+        monkeypatch.setattr(config, "pick", lambda **_: tiling)
 
     with hw.assume(SMALL):
         yield use
@@ -143,7 +143,7 @@ def test_lowers_for_the_card_at_every_size(index):
 )
 @pytest.mark.parametrize("gate", ["no", "before", "after"])
 def test_lowers_with_every_way_to_move_rows(monkeypatch, tiling, gate):
-    monkeypatch.setattr(config, "pick", lambda *_: tiling)
+    monkeypatch.setattr(config, "pick", lambda **_: tiling)
     with hw.assume():
         assert lowered(
             specs.Spec(name="row", tag="perf", shape=(16384, 4096), gate=gate)
@@ -237,7 +237,7 @@ def test_impossible_tilings_are_refused(fields):
 
 def test_a_tile_too_large_for_the_card_is_refused_before_the_launch(monkeypatch):
     tiling = Config(threads=128, rows=16, stages=4)
-    monkeypatch.setattr(config, "pick", lambda *_: tiling)
+    monkeypatch.setattr(config, "pick", lambda **_: tiling)
     with hw.assume(), pytest.raises(ValueError, match="shared memory"):
         lowered(specs.Spec(name="row", tag="perf", shape=(64, 4096)))
 
