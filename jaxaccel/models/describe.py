@@ -141,11 +141,12 @@ class Description:
 
     def _summary(self) -> list[str]:
         total, trunk = self.total, self.trunk
+        params, active = total.params, trunk.active_params
         cache = trunk.state_bytes + trunk.kv_bytes_per_token * self.seq_len
         return [
-            f"parameters     {total.params:,} ({_short(total.params, 'B')}), "
+            f"parameters     {params:,} ({_short(params, 'B')}), "
             f"{_bytes(total.param_bytes)}",
-            f"active a token {trunk.active_params:,} ({_short(trunk.active_params, 'B')})",
+            f"active a token {active:,} ({_short(active, 'B')})",
             f"cache          {_bytes(trunk.state_bytes)} a sequence + "
             f"{_bytes(trunk.kv_bytes_per_token)} a token = {_bytes(cache)} at "
             f"{self.seq_len:,} tokens",

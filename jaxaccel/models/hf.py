@@ -245,7 +245,13 @@ def _stored_dtype(
 
 
 def _finer(one: np.dtype, other: np.dtype) -> np.dtype:
-    return np.dtype(jnp.promote_types(one, other))
+    """The dtype that holds values of both; f32 for float16 beside bfloat16."""
+    one, other = np.dtype(one), np.dtype(other)
+    if one == other:
+        return one
+    if one.itemsize == other.itemsize:
+        return np.dtype(np.float32)
+    return max(one, other, key=lambda dtype: dtype.itemsize)
 
 
 def _assemble(
