@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-STRICT = plgpu.InterpretGPUParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "interpreting", default=False
@@ -32,18 +31,31 @@ def is_interpreting() -> bool:
     return _active.get()
 
 
+def strict() -> plgpu.InterpretGPUParams:
+    """Finds races, memory that nobody wrote, and reads that leave an array."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+    )
+
+
 @contextlib.contextmanager
-def interpreted(params: plgpu.InterpretGPUParams = STRICT) -> Iterator[None]:
+def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None]:
     """Runs the kernels traced inside it in the interpreter.
 
     Args:
-      params: how strict; the default finds races, unwritten memory and reads that
-        leave an array.
+      params: how strict; `strict()` if not given.
 
     Raises:
       RuntimeError: on leaving, if two threads touched the same memory without a
         barrier between them.
     """
+    # Here, because every op asks `is_interpreting` and Mosaic GPU takes a second to
+    # import that a CPU user need not pay.
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     token = _active.set(True)
     found: list[gpu_callbacks.GPURaceDetectionState] = []
     detector = gpu_callbacks.GPURaceDetectionState
@@ -56,7 +68,7 @@ def interpreted(params: plgpu.InterpretGPUParams = STRICT) -> Iterator[None]:
     # two. This name is where it makes the record of each.
     gpu_callbacks.GPURaceDetectionState = remember  # pyrefly: ignore[bad-assignment]
     try:
-        with plgpu.force_gpu_interpret_mode(params):
+        with plgpu.force_gpu_interpret_mode(strict() if params is None else params):
             yield
             jax.effects_barrier()
         if any(record.races_found for record in found):
