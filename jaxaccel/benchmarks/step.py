@@ -195,7 +195,7 @@ def measure(
     rows = []
     for contender in (mine, plain):
         ms = statistics.median(contender.step_ms[1:])
-        flops = about.flops_per_token_train * tokens / ms * 1e3
+        flops = about.training_flops * tokens / ms * 1e3
         rows.append(
             {
                 "op": "train_step",
@@ -212,7 +212,7 @@ def measure(
                 "rounds_ms": [results.digits(t, 5) for t in contender.step_ms[1:]],
                 "first_loss": results.digits(contender.losses[0], 6),
                 "last_loss": results.digits(contender.losses[-1], 6),
-                "parameters": about.total_params,
+                "parameters": about.total.params,
                 "note": "" if agree else f"losses differ by {apart:.1e}: no speed",
             }
         )
