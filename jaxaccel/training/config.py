@@ -73,15 +73,14 @@ class TrainConfig:
         routers' losses are weighted by the model's own config.
       ema_decay: decay of an f32 running mean of the parameters; `None` for none.
       eval_every: steps between evaluations; 0 evaluates at start and end only.
-      eval_batches: most batches of one evaluation; `None` takes all held-out text.
+      eval_batches: most batches of one evaluation, which are held in host memory;
+        `None` takes all held-out text.
       checkpoint_every: steps between checkpoints; 0 writes the last one only.
       keep_checkpoints: newest checkpoints kept; the best one is kept besides.
       log_every: steps between progress lines and metric rows.
       tensorboard: also write TensorBoard files; needs the `tensorboard` extra.
-      sample_prompt: text that the sample at the end continues; empty for none.
-      sample_tokens: tokens of that sample.
-      max_seconds: stop cleanly after this many seconds of training; the schedule still
-        spans `num_steps`.
+      max_seconds: stop cleanly after this many seconds of training, which needs a
+        single process; the schedule still spans `num_steps`.
       compile_cache: folder of JAX's persistent compilation cache; `None` for none.
     """
 
@@ -100,8 +99,6 @@ class TrainConfig:
     keep_checkpoints: int = 2
     log_every: int = 10
     tensorboard: bool = False
-    sample_prompt: str = ""
-    sample_tokens: int = 64
     max_seconds: float | None = None
     compile_cache: str | None = None
 

@@ -113,9 +113,9 @@ def make_optimizer(config: OptimConfig, num_steps: int) -> optax.GradientTransfo
     parts.append(optax.scale_by_learning_rate(learning_rate(config, num_steps)))
     chained = optax.chain(*parts)
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         # optax raises a float to its int32 step count, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            return chained.update(grads, state, params)
+            return chained.update(updates, state, params)
 
     return optax.GradientTransformation(chained.init, update)

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -50,7 +50,7 @@ def abstract(state):
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(quick_compile):
     return Run({}, CONFIG)
 
 

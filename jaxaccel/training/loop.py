@@ -1,0 +1,535 @@
+"""The training loop: data in, steps, evaluations, checkpoints, figures out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxaccel.core.sharding import (
+    batch_sharding,
+    check_divisible,
+    check_heads,
+    global_batch,
+    make_mesh,
+)
+from jaxaccel.core.tree import ModelParts, model_parts
+from jaxaccel.data.batch import PackedBatch
+from jaxaccel.data.bigram import token_bigram_baseline
+from jaxaccel.data.corpus import Corpus
+from jaxaccel.data.pipeline import DataConfig, make_iterator, prepare
+from jaxaccel.models.config import DecoderConfig
+from jaxaccel.models.decoder import Decoder
+from jaxaccel.nn.router import MoEConfig
+from jaxaccel.training.checkpoint import (
+    CheckpointExtras,
+    latest_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from jaxaccel.training.config import TrainConfig
+from jaxaccel.training.evaluation import Heldout
+from jaxaccel.training.guards import Profiler, save_bad_batch, termination
+from jaxaccel.training.metrics import (
+    METRICS_FILE,
+    Console,
+    MetricsWriter,
+    progress_line,
+    read_metrics,
+)
+from jaxaccel.training.optim import make_optimizer
+from jaxaccel.training.perf import (
+    mean_document_length,
+    peak_memory_bytes,
+    throughput,
+    training_flops_per_token,
+)
+from jaxaccel.training.step import (
+    TrainState,
+    make_init,
+    make_train_step,
+    state_shardings,
+)
+
+
+_LOGGER = logging.getLogger(__name__)
+
+Sampler = Callable[[Decoder, Any], Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+      step: optimizer steps done.
+      state: the last state.
+      start_eval: held-out figures before the first step of this call, see `metrics`;
+        empty without held-out text.
+      final_eval: the same after the last step; empty if interrupted.
+      baseline: byte and token bigram on held-out text, nats per byte.
+      checkpoint: the last checkpoint.
+      samples: what the sampler wrote.
+      interrupted: a SIGTERM ended the run; its checkpoint is there to resume from.
+    """
+
+    step: int
+    state: TrainState
+    start_eval: dict[str, float]
+    final_eval: dict[str, float]
+    baseline: dict[str, float]
+    checkpoint: pathlib.Path
+    samples: tuple[str, ...]
+    interrupted: bool
+
+
+def train(
+    config: TrainConfig,
+    model_config: Any,
+    data_config: DataConfig,
+    workdir: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    profile_steps: tuple[int, int] | None = None,
+    sampler: Sampler | None = None,
+    config_text: str | None = None,
+) -> TrainResult:
+    """Trains a decoder.
+
+    A SIGTERM ends the run after the step at hand: it writes a checkpoint and returns
+    with `interrupted=True`. Exiting with status 143 then tells a scheduler that the run
+    is to be resumed.
+
+    Args:
+      config: steps, optimizer, evaluation, checkpoints, mesh.
+      model_config: a `DecoderConfig`, or a model's config with `.decoder()`.
+      data_config: corpus, batch size and sequence length.
+      workdir: folder of the run, shared by all processes.
+      resume: go on from the newest checkpoint in `workdir`, bit for bit.
+      profile_steps: (first, end): write a profiler trace of steps first to end - 1.
+      sampler: (model, tokenizer) -> texts, called at the end.
+      config_text: text that reproduces the run, kept in each checkpoint.
+
+    Returns:
+      How the run ended.
+
+    Raises:
+      ValueError: the configs don't fit each other or the devices, `workdir` holds a
+        run and `resume` is false, or the checkpoint is of another run.
+      FileNotFoundError: `resume` without a run in `workdir`.
+      FloatingPointError: a loss or gradient is not finite; the batch is in
+        `nan_batch.npz` in `workdir`.
+      OSError: a checkpoint could not be written.
+    """
+    folder = pathlib.Path(workdir).absolute()
+    _check_workdir(folder, resume)
+    if config.compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    decoder = model_config
+    if not isinstance(decoder, DecoderConfig):
+        decoder = model_config.decoder()
+    console = Console(is_quiet=jax.process_index() != 0)
+    run = _Run(config, decoder, data_config, folder, console, config_text)
+    with contextlib.ExitStack() as stack:
+        start = run.start(resume)
+        stack.callback(run.close)
+        stop = stack.enter_context(termination())
+        with jax.set_mesh(run.mesh):
+            return run.train(start, stop, profile_steps, sampler)
+
+
+def _check_workdir(folder: pathlib.Path, resume: bool) -> None:
+    holds_run = (folder / METRICS_FILE).is_file() or (folder / "checkpoints").is_dir()
+    if resume and not holds_run:
+        raise FileNotFoundError(f"{folder} holds no run to resume")
+    if holds_run and not resume:
+        raise ValueError(f"{folder} holds a run already; resume it, or choose another")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A step that the device may still be working on."""
+
+    step: int
+    metrics: jax.Array
+    batch: PackedBatch
+
+
+class _Window:
+    """Figures of the steps since the last row."""
+
+    def __init__(self):
+        self.rows: list[np.ndarray] = []
+        self.restart(0)
+
+    def restart(self, untimed: int) -> None:
+        """Starts the clock; so many of the rows are from before."""
+        self.untimed = untimed
+        self.started = time.perf_counter()
+        self.paused = 0.0
+        self.starved = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started - self.paused
+
+
+class _Run:
+    """One call of `train`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        decoder: DecoderConfig,
+        data_config: DataConfig,
+        folder: pathlib.Path,
+        console: Console,
+        config_text: str | None,
+    ):
+        self.config = config
+        self.decoder = decoder
+        self.data_config = data_config
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.console = console
+        self.config_text = config_text
+        self.mesh = make_mesh(config.mesh)
+        self.devices = list(self.mesh.devices.flat)
+        self._check_sizes()
+        console.status("reading the corpus", is_progress=False)
+        self.corpus: Corpus = prepare(data_config, folder / "corpus")
+        vocab = self.corpus.tokenizer.vocab_size
+        if decoder.vocab_size < vocab:
+            raise ValueError(
+                f"the model's vocab_size is {decoder.vocab_size}, the tokenizer has "
+                f"{vocab} tokens"
+            )
+        self.parts: ModelParts = model_parts(lambda: self._build(jax.random.key(0)))
+        self.optimizer: optax.GradientTransformation = make_optimizer(
+            config.optim, config.num_steps
+        )
+        self.last_eval: tuple[int, dict[str, float]] = (-1, {})
+        self.writer: MetricsWriter | None = None
+        self.iterator: Any = None
+        self.baseline: dict[str, float] = {}
+
+    def _check_sizes(self) -> None:
+        rows, mesh = self.data_config.batch_size, self.mesh
+        parts = mesh.shape["data"] * mesh.shape["fsdp"]
+        accumulation = self.config.accumulation
+        check_divisible("batch_size", rows, "accumulation", accumulation)
+        check_divisible(
+            "rows of a micro-batch", rows // accumulation, "data x fsdp", parts
+        )
+        if mesh.shape["tensor"] > 1 and not self.config.mesh.replicate_indivisible:
+            check_heads(self.decoder, mesh.shape["tensor"])
+        if self.config.mtp_loss_weight and not self.decoder.num_mtp_layers:
+            raise ValueError(
+                f"mtp_loss_weight is {self.config.mtp_loss_weight}, but the model has "
+                "num_mtp_layers=0"
+            )
+        if self.config.max_seconds is not None and jax.process_count() > 1:
+            raise ValueError("max_seconds needs a single process: clocks disagree")
+
+    def _build(self, key: jax.Array) -> Decoder:
+        return Decoder(self.decoder, rngs=nnx.Rngs(key))
+
+    # Setting up.
+
+    def start(self, resume: bool) -> TrainState:
+        """Makes or restores the state and opens everything that a run writes to."""
+        config, mesh = self.config, self.mesh
+        init = make_init(self._build, self.optimizer, config)
+        abstract = jax.eval_shape(init)
+        shardings = state_shardings(abstract, mesh, config)
+        found = latest_checkpoint(self.checkpoints) if resume else None
+        data_state = None
+        if found is None:
+            self.console.status("initialising the model", is_progress=False)
+            state = jax.jit(init, out_shardings=shardings)()
+        else:
+            template = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                abstract,
+                shardings,
+            )
+            state, data_state = restore_checkpoint(
+                found, template, self.corpus.tokenizer
+            )
+            self.console.say(f"resumed from {found}")
+        self.iterator = make_iterator(
+            self.corpus,
+            self.data_config,
+            "train",
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            start=data_state,
+        )
+        if jax.process_index() == 0:
+            self.writer = MetricsWriter(
+                self.folder,
+                start_step=int(state.step),
+                tensorboard=config.tensorboard,
+            )
+        self._make_step(shardings)
+        self.heldout = Heldout(
+            self.corpus, self.data_config, self.parts, config, self.mesh
+        )
+        if not self.heldout.batches:
+            self.console.say("no held-out text: nothing will be evaluated")
+        elif jax.process_index() == 0:
+            self.baseline = self._baseline()
+        return state
+
+    def _baseline(self) -> dict[str, float]:
+        names = ("byte_bigram_nats_per_byte", "token_bigram_nats_per_byte")
+        for row in read_metrics(self.folder):
+            if row["kind"] == "baseline":
+                return {name: row[name] for name in names}
+        self.console.status("counting the bigram baselines", is_progress=False)
+        values = self.heldout.byte_bigram(), token_bigram_baseline(self.corpus)
+        baseline = dict(zip(names, values, strict=True))
+        self._write("baseline", 0, baseline)
+        return baseline
+
+    def _make_step(self, shardings: TrainState) -> None:
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        rate = 0.0
+        if isinstance(self.decoder.mlp, MoEConfig):
+            rate = self.decoder.mlp.bias_update_rate
+        step = make_train_step(
+            self.parts, self.optimizer, self.config, router_bias_rate=rate
+        )
+        names: list[str] = []
+
+        def packed_step(state: TrainState, batch: PackedBatch):
+            state, metrics = step(state, batch)
+            names[:] = sorted(metrics)
+            # One small array: reading it costs one transfer, not one a figure.
+            return state, jnp.stack([metrics[name] for name in names])
+
+        self.metric_names = names
+        rows = batch_sharding(self.mesh)
+        self.train_step = jax.jit(
+            packed_step,
+            donate_argnums=0,
+            in_shardings=(shardings, rows),
+            out_shardings=(shardings, replicated),
+        )
+
+    def close(self) -> None:
+        """Ends workers and closes files."""
+        if self.iterator is not None:
+            self.iterator.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    # What happens between steps.
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.write(kind, step, values)
+
+    def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
+        """Held-out figures; prints and notes them."""
+        if not self.heldout.batches or self.last_eval[0] == step:
+            return self.last_eval[1]
+        self.console.status(f"step {step}: evaluating", is_progress=False)
+        values = self.heldout.evaluate(state)
+        self._write("eval", step, values)
+        text = f"step {step}: held-out {values['nats_per_byte']:.4f} nats/byte"
+        if "ema_nats_per_byte" in values:
+            text += f" (running mean {values['ema_nats_per_byte']:.4f})"
+        byte_bigram = self.baseline.get("byte_bigram_nats_per_byte")
+        if byte_bigram is not None:
+            text += f"; byte bigram {byte_bigram:.4f} on the same text"
+        self.console.say(text)
+        self.last_eval = (step, values)
+        return values
+
+    def checkpoint(self, state: TrainState, step: int) -> pathlib.Path:
+        """Saves the state and where the data stands."""
+        self.console.status(f"step {step}: writing a checkpoint", is_progress=False)
+        is_evaluated = self.last_eval[0] == step
+        extras = CheckpointExtras(
+            model_config=self.decoder,
+            tokenizer=self.corpus.tokenizer,
+            data_state=self.iterator.get_state(),
+            config_text=self.config_text,
+            metrics=self.last_eval[1] if is_evaluated else {},
+        )
+        return save_checkpoint(
+            self.checkpoints, state, extras, keep=self.config.keep_checkpoints
+        )
+
+    # The steps.
+
+    def train(
+        self,
+        state: TrainState,
+        stop: Callable[[int], bool],
+        profile_steps: tuple[int, int] | None,
+        sampler: Sampler | None,
+    ) -> TrainResult:
+        """Runs the steps that are left, then what ends a run."""
+        config = self.config
+        first = step = int(state.step)
+        start_eval = self.evaluate(state, step)
+        saved: tuple[int, pathlib.Path | None] = (-1, None)
+        window, pending = _Window(), None
+        began, tokens_seen = time.perf_counter(), self._tokens_seen()
+        interrupted = is_over = False
+        profiler = Profiler(profile_steps, self.folder / "profile")
+        self.console.status("compiling the step", is_progress=False)
+        while step < config.num_steps and not is_over:
+            profiler.before(step, state)
+            state, pending, done = self._advance(state, step, window, pending)
+            step += 1
+            interrupted = stop(step)
+            seconds = time.perf_counter() - began
+            is_over = interrupted or (
+                config.max_seconds is not None and seconds >= config.max_seconds
+            )
+            is_last = is_over or step == config.num_steps
+            if done is not None:
+                self._collect(done, state, window)
+            if is_last or self._due(step):
+                self._collect(pending, state, window)
+                pending = None
+            if step == first + 1 and pending is not None:
+                # Speed is told without the time that the compiler took.
+                jax.block_until_ready(state.step)
+                window.restart(1)
+            if is_last or step % config.log_every == 0:
+                tokens_seen = self._log(step, window, tokens_seen)
+                window = _Window()
+            pause = time.perf_counter()
+            if not is_last and config.eval_every and step % config.eval_every == 0:
+                self.evaluate(state, step)
+            every = config.checkpoint_every
+            if not is_last and every and step % every == 0:
+                saved = (step, self.checkpoint(state, step))
+            window.paused += time.perf_counter() - pause
+        profiler.close(state)
+        seconds = time.perf_counter() - began
+        final_eval = {} if interrupted else self.evaluate(state, step)
+        path = saved[1] if saved[0] == step else None
+        path = self.checkpoint(state, step) if path is None else path
+        samples: tuple[str, ...] = ()
+        if sampler is not None and not interrupted:
+            samples = self._sample(state, step, sampler)
+        end = {"interrupted": interrupted, "train_seconds": seconds}
+        self._write("end", step, end)
+        self.console.say(
+            f"{'interrupted' if interrupted else 'finished'} at step {step} after "
+            f"{seconds:.1f} s; checkpoint {path}"
+        )
+        return TrainResult(
+            step=step,
+            state=state,
+            start_eval=start_eval,
+            final_eval=final_eval,
+            baseline=self.baseline,
+            checkpoint=path,
+            samples=samples,
+            interrupted=interrupted,
+        )
+
+    def _due(self, step: int) -> bool:
+        """Whether something after this step reads its figures or its state."""
+        config = self.config
+        every = (config.log_every, config.eval_every, config.checkpoint_every)
+        return any(n and step % n == 0 for n in every)
+
+    def _advance(
+        self, state: TrainState, step: int, window: _Window, pending: _Pending | None
+    ) -> tuple[TrainState, _Pending, _Pending | None]:
+        """Gives the device a step; returns the one before for its figures.
+
+        The host fetches a batch while the device works on the step before, and reads
+        figures one step late, so that the device always has work.
+        """
+        asked = time.perf_counter()
+        host_batch = next(self.iterator)
+        batch = global_batch(host_batch, self.mesh)
+        if pending is None or pending.metrics.is_ready():  # pyrefly: ignore
+            # An upper bound: the device ran dry at some moment since.
+            window.starved += time.perf_counter() - asked
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, metrics = self.train_step(state, batch)
+        return state, _Pending(step, metrics, host_batch), pending
+
+    def _collect(self, done: _Pending, state: TrainState, window: _Window) -> None:
+        """Reads a step's figures; stops the run if they are not finite."""
+        values = np.asarray(done.metrics)
+        window.rows.append(values)
+        if values[self.metric_names.index("finite")]:
+            return
+        figures = dict(zip(self.metric_names, values.tolist(), strict=True))
+        path = save_bad_batch(self.folder, done.step, state, done.batch, figures)
+        raise FloatingPointError(
+            f"step {done.step}: loss is {figures['loss']}, gradient norm is "
+            f"{figures['grad_norm']}; the batch and the parameters' norms are in {path}"
+        )
+
+    def _tokens_seen(self) -> float:
+        rows = [r for r in read_metrics(self.folder) if r["kind"] == "train"]
+        return rows[-1]["tokens_seen"] if rows else 0.0
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        length = self.data_config.seq_len
+        if self.heldout.batches:
+            length = mean_document_length(self.heldout.batches[0])
+        return training_flops_per_token(
+            self.decoder,
+            length,
+            with_mtp=bool(self.config.mtp_loss_weight),
+        )
+
+    def _log(self, step: int, window: _Window, tokens_seen: float) -> float:
+        columns = dict(
+            zip(self.metric_names, np.stack(window.rows).T.tolist(), strict=True)
+        )
+        tokens = columns.pop("tokens")
+        del columns["finite"]
+        row: dict[str, Any] = {k: float(np.mean(v)) for k, v in columns.items()}
+        row["lr"] = columns["lr"][-1]
+        timed = tokens[window.untimed :]
+        speed = throughput(
+            sum(timed), window.seconds, self._flops_per_token, self.devices
+        )
+        row |= dataclasses.asdict(speed)
+        row["tokens_seen"] = tokens_seen + sum(tokens)
+        row["seconds_per_step"] = window.seconds / len(timed)
+        row["data_wait"] = min(window.starved / max(window.seconds, 1e-9), 1.0)
+        row["peak_memory_bytes"] = peak_memory_bytes()
+        self._write("train", step, row)
+        self.console.status(progress_line(self.config.num_steps, step, row))
+        return row["tokens_seen"]
+
+    def _sample(
+        self, state: TrainState, step: int, sampler: Sampler
+    ) -> tuple[str, ...]:
+        self.console.status("drawing a sample", is_progress=False)
+        model: Any = self.parts.merge(state.params, state.buffers)
+        samples = tuple(sampler(model, self.corpus.tokenizer))
+        for text in samples:
+            self._write("sample", step, {"text": text})
+            self.console.say(f"--- sample\n{text}")
+        return samples
