@@ -123,7 +123,7 @@ class Description:
             "KV B/token",
             "MFLOP/token",
         )
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for row in self.rows:
             lines.append((row.name, str(row.count), *_cells(row.cost)))
         lines.append(("total", "", *_cells(self.total)))

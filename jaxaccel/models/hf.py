@@ -272,8 +272,14 @@ def _tensor_sources(config: QwenHybridConfig, state: nnx.State) -> list[TensorSo
     variables = _variables(state)
     shapes = {path: variable.get_value().shape for path, variable in variables.items()}
     host = _HostCopies(variables)
+    entries = config.name_table().entries()
+    nameless = sorted(set(variables) - set(_sources(entries)))
+    if nameless:
+        raise ValueError(
+            f"a {config.MODEL_TYPE} checkpoint has no place for {nameless}"
+        )
     found = []
-    for entry in config.name_table().entries():
+    for entry in entries:
         variable = variables[entry.regions[0].path]
         dtype = np.dtype(variable.get_value().dtype)
         if variable.has_metadata("stored_dtype"):

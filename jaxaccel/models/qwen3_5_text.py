@@ -38,7 +38,7 @@ class Qwen3_5TextConfig(QwenHybridConfig):
         Args:
           **changes: fields that differ.
         """
-        sizes = {
+        sizes: dict[str, Any] = {
             "vocab_size": 248_320,
             "d_model": 4096,
             "num_layers": 32,
@@ -60,7 +60,7 @@ class Qwen3_5TextConfig(QwenHybridConfig):
         Args:
           **changes: fields that differ.
         """
-        sizes = {
+        sizes: dict[str, Any] = {
             "vocab_size": 128,
             "d_model": 32,
             "num_layers": 4,

@@ -44,7 +44,10 @@ class Qwen3NextConfig(QwenHybridConfig):
       normalize_expert_weights: divide the k chosen probabilities by their sum.
       balance_loss_coef: coefficient of the router's balance loss.
       sequence_balance_loss_coef: the same within each row of the batch.
+      balance_counts: what those losses count, see `MoEConfig`.
       z_loss_coef: coefficient of the router's z loss.
+      router_bias_update_rate: step of a selection bias steered by load; 0 has none.
+        A model with it cannot be saved under the names of this family.
     """
 
     MODEL_TYPE: ClassVar[str] = "qwen3_next"
@@ -57,7 +60,9 @@ class Qwen3NextConfig(QwenHybridConfig):
     normalize_expert_weights: bool = True
     balance_loss_coef: float = 0.001
     sequence_balance_loss_coef: float = 0.0
+    balance_counts: str = "selected"
     z_loss_coef: float = 0.0
+    router_bias_update_rate: float = 0.0
 
     @classmethod
     def published(cls, **changes: Any) -> Self:
@@ -66,7 +71,7 @@ class Qwen3NextConfig(QwenHybridConfig):
         Args:
           **changes: fields that differ.
         """
-        sizes = {
+        sizes: dict[str, Any] = {
             "vocab_size": 151_936,
             "d_model": 2048,
             "num_layers": 48,
@@ -91,7 +96,7 @@ class Qwen3NextConfig(QwenHybridConfig):
         Args:
           **changes: fields that differ.
         """
-        sizes = {
+        sizes: dict[str, Any] = {
             "vocab_size": 128,
             "d_model": 32,
             "num_layers": 4,
@@ -153,7 +158,9 @@ class Qwen3NextConfig(QwenHybridConfig):
             shared_gate=True,
             balance_loss_coef=self.balance_loss_coef,
             sequence_balance_loss_coef=self.sequence_balance_loss_coef,
+            balance_counts=self.balance_counts,
             z_loss_coef=self.z_loss_coef,
+            bias_update_rate=self.router_bias_update_rate,
         )
 
     @classmethod
@@ -168,7 +175,9 @@ class Qwen3NextConfig(QwenHybridConfig):
             "normalize_expert_weights": mlp.normalize_weights,
             "balance_loss_coef": mlp.balance_loss_coef,
             "sequence_balance_loss_coef": mlp.sequence_balance_loss_coef,
+            "balance_counts": mlp.balance_counts,
             "z_loss_coef": mlp.z_loss_coef,
+            "router_bias_update_rate": mlp.bias_update_rate,
         }
 
     def _gdn_rules(self) -> tuple[Rule, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxaccel.models.config import DecoderConfig
@@ -41,7 +43,7 @@ _MTP_KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenHybridConfig:
+class QwenHybridConfig(abc.ABC):
     """Fields of both models; see the two subclasses.
 
     Attributes:
@@ -60,6 +62,7 @@ class QwenHybridConfig:
       gdn_value_dim: V of Gated DeltaNet.
       conv_width: taps W of the short convolution.
       chunk_size: tokens C per chunk of the chunked delta rule.
+      dt_init: how `dt_bias` starts, see `GatedDeltaNetConfig`.
       norm_eps: of every norm.
       tie_embeddings: the output layer is the embedding table.
       num_mtp_layers: prediction blocks on top, 0 or 1.
@@ -87,6 +90,7 @@ class QwenHybridConfig:
     gdn_value_dim: int
     conv_width: int = 4
     chunk_size: int = 64
+    dt_init: str = "inverse_softplus"
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     num_mtp_layers: int = 0
@@ -103,9 +107,18 @@ class QwenHybridConfig:
             raise ValueError(f"pattern has {wrong}, allowed are {list(allowed)}")
         self.decoder()  # the parts check themselves and name what is wrong
 
+    @classmethod
+    @abc.abstractmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads a parsed config.json."""
+
+    @abc.abstractmethod
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json, as transformers 5 spells it."""
+
+    @abc.abstractmethod
     def mlp_config(self) -> MLPConfig | MoEConfig:
         """The feed-forward part of every layer."""
-        raise NotImplementedError(f"{type(self).__name__} has no feed-forward part")
 
     def decoder(self) -> DecoderConfig:
         """The model as data that `Decoder` builds.
@@ -134,6 +147,7 @@ class QwenHybridConfig:
                 value_dim=self.gdn_value_dim,
                 conv_width=self.conv_width,
                 chunk_size=self.chunk_size,
+                dt_init=self.dt_init,
             ),
             norm_eps=self.norm_eps,
             zero_centered_norms=True,
@@ -174,6 +188,7 @@ class QwenHybridConfig:
             gdn_value_dim=gdn.value_dim,
             conv_width=gdn.conv_width,
             chunk_size=gdn.chunk_size,
+            dt_init=gdn.dt_init,
             norm_eps=config.norm_eps,
             tie_embeddings=config.tie_embeddings,
             num_mtp_layers=config.num_mtp_layers,
@@ -189,8 +204,9 @@ class QwenHybridConfig:
         return found
 
     @classmethod
+    @abc.abstractmethod
     def _mlp_fields(cls, mlp: MLPConfig | MoEConfig) -> dict[str, Any]:
-        raise NotImplementedError(f"{cls.__name__} has no feed-forward part")
+        """The fields behind `mlp_config`, from its result."""
 
     @classmethod
     def _fields_from_hf(cls, hf: HFConfig) -> dict[str, Any]:
@@ -289,11 +305,13 @@ class QwenHybridConfig:
             rule("self_attn.k_norm.weight", "mixer.k_norm.scale", layout=Same()),
         )
 
+    @abc.abstractmethod
     def _gdn_rules(self) -> tuple[Rule, ...]:
-        raise NotImplementedError(f"{type(self).__name__} has no names")
+        """Names of a Gated DeltaNet layer, inside its block."""
 
+    @abc.abstractmethod
     def _mlp_rules(self) -> tuple[Rule, ...]:
-        raise NotImplementedError(f"{type(self).__name__} has no names")
+        """Names of a feed-forward part, inside its block."""
 
 
 def gdn_rest_rules() -> tuple[Rule, ...]:

@@ -244,6 +244,7 @@ def _stage(
 ) -> pathlib.Path:
     descriptor, name = tempfile.mkstemp(prefix=".saving-", dir=folder)
     path = pathlib.Path(name)
+    whole = False
     try:
         with os.fdopen(descriptor, "wb") as file:
             for chunk in chunks:
@@ -251,9 +252,10 @@ def _stage(
             file.flush()
             os.fsync(file.fileno())
         path.chmod(0o644)  # mkstemp gives 0600, which others could not read
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+        whole = True
+    finally:
+        if not whole:
+            path.unlink(missing_ok=True)
     return path
 
 

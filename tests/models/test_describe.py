@@ -30,10 +30,13 @@ def variants():
     )
 
 
+def shapes_of(config):
+    return nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
 @pytest.mark.parametrize("config", list(variants()))
 def test_counts_equal_the_models_shapes(config):
-    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    leaves = jax.tree.leaves(state)
+    leaves = jax.tree.leaves(shapes_of(config))
     total = describe(config).total
     assert total.params == sum(leaf.size for leaf in leaves)
     assert total.param_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -65,6 +68,8 @@ def test_published_sizes():
     assert total.kv_bytes_per_token == 24_576
     state = 32 * 128 * 128 * 4 + 3 * 8192 * 2
     assert total.state_bytes == 36 * state
+    leaves = jax.tree.leaves(shapes_of(published.decoder()))
+    assert sum(leaf.size for leaf in leaves) == total.params
     small = Qwen3_5TextConfig.published().decoder()
     assert round(describe(small).total.params / 1e9, 1) == 9.0
 

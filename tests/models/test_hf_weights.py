@@ -137,6 +137,13 @@ def test_several_periods_round_trip(config, tmp_path):
         )
 
 
+def test_what_has_no_name_is_not_dropped(tmp_path):
+    config = Qwen3NextConfig.tiny(router_bias_update_rate=0.1).decoder()
+    with pytest.raises(ValueError, match=r"no place for .*router\.bias"):
+        save_pretrained(random_model(config), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def to_dtypes(folder, choose):
     path = folder / "model.safetensors"
     stored = load_file(path)
