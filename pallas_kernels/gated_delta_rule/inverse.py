@@ -10,21 +10,31 @@ _BASE = 16
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def _substitute(lower: jax.Array) -> jax.Array:
-    """Forward substitution on [M, n, n] blocks, all blocks side by side."""
-    size = lower.shape[-1]
-    # Rows first and blocks last, so that each step is one long vector operation.
-    lower = jnp.transpose(lower, (1, 2, 0))  # [n, n, M]
-    eye = jnp.eye(size, dtype=lower.dtype)
-    rows = jnp.broadcast_to(eye[:1, :, None], (1, size, lower.shape[-1]))
-    for i in range(1, size):
-        known = jnp.sum(lower[i, :i, None, :] * rows, axis=0)  # [n, M]
-        rows = jnp.concatenate([rows, (eye[i][:, None] - known)[None]], axis=0)
-    return jnp.transpose(rows, (2, 0, 1))
+def _small_inverse(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 of [n, n, M]: blocks last, so that each step is one long vector.
+
+    The matrix products are written out as sums, because a product of two 4 x 4
+    matrices costs more to start than to compute.
+    """
+    size = lower.shape[0]
+    if size == 1:
+        return jnp.ones_like(lower)
+    half = size // 2
+    first = _small_inverse(lower[:half, :half])
+    second = _small_inverse(lower[half:, half:])
+    below = lower[half:, :half]
+    corner = below[:, 0, None] * first[None, 0]
+    for j in range(1, half):
+        corner = corner + below[:, j, None] * first[None, j]
+    product = second[:, 0, None] * corner[None, 0]
+    for j in range(1, half):
+        product = product + second[:, j, None] * corner[None, j]
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=1)
+    return jnp.concatenate([top, jnp.concatenate([-product, second], axis=1)], axis=0)
 
 
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1 by substitution on 16 x 16 blocks, then by merging blocks.
+    """(I + lower)^-1 by merging the inverses of ever larger diagonal blocks.
 
     The Neumann product (I - L)(I + L^2)(I + L^4)... needs fewer steps, but powers of
     L overflow for keys that resemble each other; merging never leaves the size of
@@ -45,7 +55,8 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
         axis=1,
     )
     count = size // width
-    inverse = _substitute(blocks.reshape(-1, width, width))
+    blocks = jnp.transpose(blocks.reshape(-1, width, width), (1, 2, 0))
+    inverse = jnp.transpose(_small_inverse(blocks), (2, 0, 1))
     inverse = inverse.reshape(-1, count, width, width)
     while width < size:
         below = jnp.stack(

@@ -72,7 +72,9 @@ def _product(subscripts: str, *operands: jax.Array, dtype: jnp.dtype) -> jax.Arr
 
 
 def _decay(x: _Chunks) -> _Decay:
+    # The barrier keeps XLA from fusing the running sum into each [C, C] array.
     run = jnp.cumsum(x.first.astype(jnp.int32), axis=-1)  # [n, B, C]
+    run = jax.lax.optimization_barrier(run)
     size = run.shape[-1]
     tril = jnp.tril(jnp.ones((size, size), bool))
     same = (run[..., :, None] == run[..., None, :]) & tril[None, None]
@@ -226,7 +228,8 @@ def _backward_group(
     dk = product("nbhriv,nbhrvk->nbhik", left, d_exit)
     dk = dk + product("nbhriv,nbhrvk->nbhik", du, saved.entry)
     dk = dk + product("nbhij,nbhik->nbhjk", d_qk, x.q)
-    dk = dk + product("nbhij,nbhjk->nbhik", d_kk + jnp.swapaxes(d_kk, -1, -2), x.k)
+    dk = dk + product("nbhij,nbhjk->nbhik", d_kk, x.k)
+    dk = dk + product("nbhij,nbhik->nbhjk", d_kk, x.k)
 
     d_beta = jnp.sum(d_weights * decayed, axis=-2) + jnp.sum(d_lower * kk, axis=-1)
 
