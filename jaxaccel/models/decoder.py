@@ -69,6 +69,7 @@ class Block(nnx.Module):
         }
         mixer_config = config.mixer_config(mixer)
         self.mixer_norm = RMSNorm(config.d_model, **norm)
+        self.mixer: Any
         if isinstance(mixer_config, AttentionConfig):
             self.mixer = Attention(
                 mixer_config,

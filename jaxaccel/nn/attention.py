@@ -192,7 +192,7 @@ class Attention(nnx.Module):
         q = checkpoint_name(q, "attention_q")
         k = checkpoint_name(k, "attention_k")
         v = checkpoint_name(v, "attention_v")
-        if cache is not None:
+        if cache is not None and length is not None:
             cache = cache.append(k, v, meta, length)
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.

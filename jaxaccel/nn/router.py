@@ -297,9 +297,7 @@ def router_aux(
     if config.balance_loss_coef or config.sequence_balance_loss_coef:
         probabilities = _probabilities(routing.logits, config)
         row_mass = jnp.einsum("bte,bt->be", probabilities, real)
-        row_counts = None
-        if config.balance_counts == "unbiased" or config.sequence_balance_loss_coef:
-            row_counts = _row_counts(routing, config, is_real).astype(jnp.float32)
+        row_counts = _row_counts(routing, config, is_real).astype(jnp.float32)
         if config.balance_loss_coef:
             load = counts.astype(jnp.float32)
             if config.balance_counts == "unbiased":

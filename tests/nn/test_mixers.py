@@ -90,7 +90,8 @@ def _only(lengths, left=False):
 
 def _shift(x, amounts):
     """Moves each row left by its amount; what falls in behind is noise."""
-    return jnp.stack([jnp.roll(row, -n, axis=0) for row, n in zip(x, amounts)])
+    rows = zip(x, amounts, strict=True)
+    return jnp.stack([jnp.roll(row, -n, axis=0) for row, n in rows])
 
 
 def _same(got, want, atol=2e-5):

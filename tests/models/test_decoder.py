@@ -1,0 +1,432 @@
+"""The decoder as a whole: scan, caches, packing, remat, prediction head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxaccel.data.batch import packing_metadata
+from jaxaccel.models.config import DecoderConfig
+from jaxaccel.models.decoder import Decoder, init_decoder
+from jaxaccel.nn.attention import AttentionConfig
+from jaxaccel.nn.gated_deltanet import GatedDeltaNetConfig
+from jaxaccel.nn.mlp import MLPConfig
+from jaxaccel.nn.rope import RopeConfig
+from jaxaccel.nn.router import MoEConfig, RouterBias
+
+
+T = 130  # One length for all calls: each further one would compile anew.
+VOCAB = 29
+MATRICES = {"kernel", "embedding", "w_in", "w_out", "conv_kernel"}
+
+
+def _config(**changes):
+    settings = {
+        "vocab_size": VOCAB,
+        "d_model": 12,
+        "num_layers": 4,
+        "pattern": ("gdn", "attention"),
+        "gdn": GatedDeltaNetConfig(
+            num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=6
+        ),
+        "attention": AttentionConfig(
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            rope=RopeConfig(fraction=0.5),
+            qk_norm=True,
+            output_gate=True,
+        ),
+        "mlp": MLPConfig(d_ff=16),
+        "zero_centered_norms": True,
+    }
+    return DecoderConfig(**(settings | changes))
+
+
+MOE = MoEConfig(
+    num_experts=4,
+    top_k=2,
+    d_ff=8,
+    shared_d_ff=8,
+    shared_gate=True,
+    bias_update_rate=1e-3,
+    balance_loss_coef=1e-2,
+)
+
+
+def _parts(config):
+    """GraphDef and state with random parameters that nothing had to compile."""
+    draw = np.random.default_rng(0)
+
+    def leaf(path, abstract):
+        name = [key.key for key in path if hasattr(key, "key")][-1]
+        value = draw.normal(size=abstract.shape)
+        if name in MATRICES:
+            value *= abstract.shape[-2] ** -0.5
+        else:
+            value = 0.5 + 0.3 * value
+        return jnp.asarray(value, abstract.dtype)
+
+    graphdef, abstract = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    )
+    return graphdef, jax.tree_util.tree_map_with_path(leaf, abstract)
+
+
+class Compiled:
+    """A decoder as pure compiled functions of its state."""
+
+    def __init__(self, config):
+        graphdef, self.state = _parts(config)
+        self.graphdef, self.config = graphdef, config
+
+        def packed(state, tokens, segments):
+            out = nnx.merge(graphdef, state)(
+                tokens, segments, output_hidden_states=True
+            )
+            return out.logits, out.hidden_states
+
+        def cached(state, tokens, segments, cache):
+            out = nnx.merge(graphdef, state)(tokens, segments, cache=cache)
+            return out.logits, out.cache
+
+        self.packed, self.cached = jax.jit(packed), jax.jit(cached)
+
+    def merge(self):
+        return nnx.merge(self.graphdef, self.state)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Compiled(_config())
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(0), (2, T), 0, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def stepped(decoder, tokens):
+    """Logits and caches of feeding one token at a time."""
+    cache = decoder.merge().init_cache(2, T)
+    one = jnp.ones((2, 1), jnp.int32)
+    outputs, caches = [], {}
+    for t in range(T):
+        logits, cache = decoder.cached(decoder.state, tokens[:, t : t + 1], one, cache)
+        outputs.append(logits)
+        caches[t + 1] = cache
+    return jnp.concatenate(outputs, axis=1), caches
+
+
+def _same(got, want, atol=5e-4):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
+
+
+def _row(cache, row):
+    """One row of a cache: batch is the second axis of the layers' leaves."""
+    return jax.tree.map(lambda leaf: leaf[:, row], cache.layers), cache.length[row]
+
+
+def _only(lengths, left=False):
+    index, lengths = np.arange(T)[None], np.asarray(lengths)[:, None]
+    real = index >= T - lengths if left else index < lengths
+    return jnp.asarray(real, jnp.int32)
+
+
+def _shift(tokens, amounts):
+    rows = zip(tokens, amounts, strict=True)
+    return jnp.stack([jnp.roll(row, -n) for row, n in rows])
+
+
+def test_steps_and_one_prefill_agree(decoder, tokens, stepped):
+    outputs, caches = stepped
+    ones = jnp.ones((2, T), jnp.int32)
+    _same(decoder.packed(decoder.state, tokens, ones)[0], outputs)
+    cache = decoder.merge().init_cache(2, T)
+    _same(decoder.cached(decoder.state, tokens, ones, cache), (outputs, caches[T]))
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 128, 129])
+def test_right_padded_prefill_then_the_rest(decoder, tokens, stepped, n):
+    outputs, caches = stepped
+    lengths = [n, max(1, n - 10)]
+    cache = decoder.merge().init_cache(2, T)
+    logits, cache = decoder.cached(decoder.state, tokens, _only(lengths), cache)
+    for row, count in enumerate(lengths):
+        _same(logits[row, :count], outputs[row, :count])
+        _same(_row(cache, row), _row(caches[count], row))
+    rest = [T - count for count in lengths]
+    logits, cache = decoder.cached(
+        decoder.state, _shift(tokens, lengths), _only(rest), cache
+    )
+    for row, count in enumerate(rest):
+        _same(logits[row, :count], outputs[row, T - count :])
+    _same(cache, caches[T])
+
+
+def test_left_padding_changes_nothing(decoder, tokens, stepped):
+    outputs, caches = stepped
+    lengths = [127, 64]
+    moved = _shift(tokens, [n - T for n in lengths])
+    cache = decoder.merge().init_cache(2, T)
+    logits, cache = decoder.cached(
+        decoder.state, moved, _only(lengths, left=True), cache
+    )
+    for row, count in enumerate(lengths):
+        _same(logits[row, T - count :], outputs[row, :count])
+        _same(_row(cache, row), _row(caches[count], row))
+
+
+def test_reset_rows_start_over(decoder, tokens, stepped):
+    outputs, caches = stepped
+    cache = caches[65].reset(jnp.array([True, False]))
+    feed = jnp.stack([tokens[0, :1], tokens[1, 65:66]])
+    logits, _ = decoder.cached(decoder.state, feed, jnp.ones_like(feed), cache)
+    _same(logits[:, 0], jnp.stack([outputs[0, 0], outputs[1, 65]]))
+
+
+def test_packed_documents_equal_separate_ones(decoder, tokens):
+    segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [50, 65, 15], axis=1))
+    logits, _ = decoder.packed(decoder.state, tokens, segments)
+    alone = _shift(tokens, [50, 50])
+    separate, _ = decoder.packed(decoder.state, alone, _only([65, 65]))
+    _same(logits[:, 50:115], separate[:, :65])
+    other = jnp.where(segments == 1, (tokens + 1) % VOCAB, tokens)
+    moved, _ = decoder.packed(decoder.state, other, segments)
+    np.testing.assert_array_equal(moved[:, 50:115], logits[:, 50:115])
+    assert float(jnp.abs(moved[:, :50] - logits[:, :50]).max()) > 0.1
+
+
+def test_hidden_states_are_those_of_an_unrolled_loop(decoder, tokens):
+    _, states = decoder.packed(decoder.state, tokens, jnp.ones((2, T), jnp.int32))
+    assert len(states) == 5
+
+    model = decoder.merge()
+    meta = packing_metadata((2, T))
+    blocks = []
+    for block in model.layers:
+        graphdef, stacked = nnx.split(block)
+        blocks.append(
+            (jax.jit(lambda s, x, g=graphdef: nnx.merge(g, s)(x, meta)[0]), stacked)
+        )
+    x = model.embed(tokens)
+    seen = [x]
+    for layer in range(4):
+        run, stacked = blocks[layer % 2]
+        x = run(jax.tree.map(lambda leaf, p=layer // 2: leaf[p], stacked), x)
+        seen.append(x)
+    _same(states, (*seen[:-1], model.final_norm(x)))
+
+
+def _integer_scans(jaxpr, inside=False):
+    """Names of cumulative integer primitives on [B, T] within the layers' scan."""
+    found = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if inside and name.startswith("cum"):
+            aval = equation.invars[0].aval
+            if aval.shape == (2, T) and jnp.issubdtype(aval.dtype, jnp.integer):
+                found.append(name)
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                found += _integer_scans(inner, inside or name == "scan")
+    return found
+
+
+def test_no_layer_derives_the_metadata_again(tokens):
+    # Attention alone: the convolution's op numbers documents for itself.
+    graphdef, state = _parts(_config(pattern=("attention",)))
+    ids = jnp.ones((2, T), jnp.int32)
+
+    def forward(state, tokens, segments):
+        return nnx.merge(graphdef, state)(tokens, segments).logits
+
+    jaxpr = jax.make_jaxpr(forward)(state, tokens, ids).jaxpr
+    assert _integer_scans(jaxpr) == []
+    assert "cummax" in str(jaxpr)
+
+
+@pytest.fixture(scope="module")
+def short(tokens):
+    """Tokens and segments of two rows with two and three documents."""
+    ids = np.repeat([[1, 2, 0], [1, 2, 3]], [9, 9, 6], axis=1)
+    return tokens[:, :24], jnp.asarray(ids, jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def mixture(short):
+    """tokens -> (reports of the layers, of the prediction head, its logits)."""
+    graphdef, state = _parts(
+        _config(
+            pattern=("attention", "sliding_attention"),
+            sliding_attention=AttentionConfig(
+                num_heads=2, num_kv_heads=2, head_dim=6, rope=None, window=4, sinks=True
+            ),
+            mlp=MOE,
+            num_mtp_layers=1,
+            tie_embeddings=True,
+        )
+    )
+    # Layer l is made to want expert l.
+    for position in (0, 1):
+        bias = state["layers"][position]["mlp"]["router"]["bias"]
+        bias[...] = 100.0 * jnp.eye(4)[position::2]
+
+    @jax.jit
+    def run(tokens):
+        model = nnx.merge(graphdef, state)
+        out = model(tokens, short[1])
+        hidden, aux = model.mtp_hidden(out.hidden, tokens, short[1])
+        return out.aux, aux, model.unembed(hidden)
+
+    return run
+
+
+def test_reports_come_in_the_order_of_the_layers(mixture, short):
+    aux, mtp_aux, _ = mixture(short[0])
+    real = int((short[1] > 0).sum())
+    np.testing.assert_array_equal(aux.counts.sum(1), [2 * real] * 4)
+    np.testing.assert_array_equal(np.diag(aux.counts), [real] * 4)
+    assert aux.max_violation.shape == (4,)
+    # Each document's last token has no successor for the prediction head to read.
+    assert int(mtp_aux.counts.sum()) == 2 * (real - 5)
+
+
+def test_prediction_head_reads_no_other_document(mixture, short):
+    tokens, segments = short
+    logits = np.asarray(mixture(tokens)[2])
+    assert logits.shape == (2, 23, VOCAB)
+    # Index 8 is the first document's last token, where nothing can be predicted.
+    other = jnp.where(segments == 2, (tokens + 1) % VOCAB, tokens)
+    second = np.asarray(mixture(other)[2])
+    np.testing.assert_array_equal(logits[:, :8], second[:, :8])
+    assert np.abs(logits[:, 9:17] - second[:, 9:17]).max() > 1e-2
+    # Inside a document the successor is read, and nothing after it.
+    last = np.asarray(mixture(tokens.at[:, 8].set((tokens[:, 8] + 1) % VOCAB))[2])
+    changed = (logits != last).any(-1)
+    assert changed[:, 7].all()
+    assert not changed[:, :7].any()
+    assert not changed[:, 9:].any()
+
+
+def _gradients(short, **changes):
+    """Gradients of a two-layer model with random parameters, and what is no Param."""
+    graphdef, state = _parts(_config(pattern=("attention",), num_layers=2, **changes))
+    _, params, rest = nnx.split(nnx.merge(graphdef, state), nnx.Param, ...)
+
+    @jax.jit
+    @jax.grad
+    def run(params):
+        out = nnx.merge(graphdef, params, rest)(*short)
+        return jnp.mean(out.logits**2)
+
+    return run(params), rest
+
+
+def test_every_parameter_gets_a_gradient_and_the_bias_is_none(short):
+    gradient, rest = _gradients(short, mlp=MOE)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        norms = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max(-1)
+        if "layers" in jax.tree_util.keystr(path):
+            assert (norms > 0).all(), path
+        assert norms.max() > 0, path
+    assert {type(value) for _, value in nnx.to_flat_state(rest)} == {RouterBias}
+
+
+@pytest.fixture(scope="module")
+def kept_whole(short):
+    return _gradients(short)[0]
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "save_names:attention_out,mlp_up"])
+def test_rematerialisation_changes_no_gradient(kept_whole, short, policy):
+    _same(_gradients(short, remat_policy=policy)[0], kept_whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bf16_keeps_f32_where_it_must(tied):
+    config = _config(
+        mlp=MOE, dtype="bfloat16", param_dtype="bfloat16", tie_embeddings=tied
+    )
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        keeps = any(word in name for word in ("A_log", "dt_bias", "router"))
+        assert leaf.dtype == (jnp.float32 if keeps else jnp.bfloat16), name
+    assert hasattr(abstract, "lm_head") != tied
+
+    def forward(state, tokens):
+        model = nnx.merge(graphdef, state)
+        return model(tokens, cache=model.init_cache(2, T))
+
+    out = jax.eval_shape(forward, state, jnp.zeros((2, 7), jnp.int32))
+    assert out.logits.dtype == jnp.float32
+    assert out.hidden.dtype == jnp.bfloat16
+    assert out.cache.layers[0].state.dtype == jnp.float32
+    assert out.cache.layers[1].k.dtype == jnp.bfloat16
+    assert out.aux.balance_loss.dtype == jnp.float32
+
+
+def test_initial_parameters_differ_by_period_and_keep_the_stream_small():
+    config = _config(pattern=("attention",), num_layers=8, d_model=64)
+    model = init_decoder(config, 3)
+    kernel = np.asarray(model.layers[0].mixer.o_proj.kernel[...])
+    assert kernel.shape == (8, 16, 64)
+    assert np.abs(kernel[0] - kernel[1]).max() > 1e-3
+    # fan-in 16, scaled by one over the root of twice eight layers.
+    assert kernel.std() == pytest.approx(16**-0.5 / 4, rel=0.05)
+    np.testing.assert_array_equal(model.final_norm.scale[...], 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_layers": 5}, "num_layers=5 must be a multiple"),
+        ({"pattern": ("mamba",)}, "names 'mamba'"),
+        ({"pattern": ()}, r"pattern=\(\)"),
+        ({"pattern": ("sliding_attention",)}, "`sliding_attention` must"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"param_dtype": "fp8"}, "param_dtype='fp8'"),
+        ({"remat_policy": "some"}, "remat_policy='some'"),
+        ({"remat_policy": "save_names:"}, "remat_policy='save_names:'"),
+        ({"num_mtp_layers": 2}, "num_mtp_layers=2"),
+        (
+            {"pattern": ("gdn",), "attention": None, "num_mtp_layers": 1},
+            "needs `attention`",
+        ),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"norm_eps": -1.0}, r"norm_eps=-1\.0"),
+        ({"implementation": "cuda"}, "'cuda' is unknown"),
+    ],
+)
+def test_bad_configs_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        _config(**changes)
+
+
+def test_bad_inputs_raise(decoder):
+    model = decoder.merge()
+    with pytest.raises(ValueError, match="must be \\[B, T\\]"):
+        model(jnp.zeros((3,), jnp.int32))
+    with pytest.raises(ValueError, match="segment_ids has shape"):
+        model(jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 4), jnp.int32))
+    with pytest.raises(ValueError, match="cache has 3 rows, tokens have 2"):
+        model(jnp.zeros((2, 1), jnp.int32), cache=model.init_cache(3, 4))
+    with pytest.raises(ValueError, match="no MTP head"):
+        model.mtp_logits(jnp.zeros((1, 2, 12)), jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match="token id -1"):
+        model(np.array([[0, -1]], np.int32))
+
+
+def test_configs_can_key_a_compilation_cache():
+    assert hash(_config(implementation={"attention": "xla"})) == hash(
+        _config(implementation={"attention": "xla"})
+    )
+    assert _config().layer_types == ("gdn", "attention") * 2
