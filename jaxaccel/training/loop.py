@@ -408,21 +408,22 @@ class _Run:
             is_last = is_over or step == config.num_steps
             if done is not None:
                 self._collect(done, state, window)
-            if is_last or self._due(step):
+            every = (config.log_every, config.eval_every, config.checkpoint_every)
+            if is_last or self._due(step, *every):
                 self._collect(pending, state, window)
                 pending = None
             if step == first + 1 and pending is not None:
                 # Speed is told without the time that the compiler took.
                 jax.block_until_ready(state.step)
                 window.restart(1)
-            if is_last or step % config.log_every == 0:
+            # A row at each checkpoint too: a resumed run then has the same rows.
+            if is_last or self._due(step, config.log_every, config.checkpoint_every):
                 tokens_seen = self._log(step, window, tokens_seen)
                 window = _Window()
             pause = time.perf_counter()
-            if not is_last and config.eval_every and step % config.eval_every == 0:
+            if not is_last and self._due(step, config.eval_every):
                 self.evaluate(state, step)
-            every = config.checkpoint_every
-            if not is_last and every and step % every == 0:
+            if not is_last and self._due(step, config.checkpoint_every):
                 saved = (step, self.checkpoint(state, step))
             window.paused += time.perf_counter() - pause
         profiler.close(state)
@@ -450,10 +451,8 @@ class _Run:
             interrupted=interrupted,
         )
 
-    def _due(self, step: int) -> bool:
-        """Whether something after this step reads its figures or its state."""
-        config = self.config
-        every = (config.log_every, config.eval_every, config.checkpoint_every)
+    def _due(self, step: int, *every: int) -> bool:
+        """Whether one of these periods, 0 for never, ends with this step."""
         return any(n and step % n == 0 for n in every)
 
     def _advance(

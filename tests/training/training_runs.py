@@ -125,7 +125,7 @@ class Run:
     `model` is a `DecoderConfig`, or a dict of arguments of `Toy`.
     """
 
-    def __init__(self, model, config, **options):
+    def __init__(self, model, config, *, is_abstract=False, **options):
         def build(key):
             if isinstance(model, DecoderConfig):
                 return Decoder(model, rngs=nnx.Rngs(key))
@@ -137,4 +137,4 @@ class Run:
         self.step = make_train_step(self.parts, self.optimizer, config, **options)
         self.jitted = jax.jit(self.step, donate_argnums=0)
         self.init = make_init(build, self.optimizer, config)
-        self.state = jax.jit(self.init)()
+        self.state = jax.eval_shape(self.init) if is_abstract else jax.jit(self.init)()

@@ -1,0 +1,151 @@
+"""One device == eight devices with fsdp x tensor == two processes, to f32 rounding."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+from training_runs import Run, hybrid_decoder, ragged_batch, tiny_decoder
+
+from jaxaccel.core.sharding import MeshConfig, batch_sharding, global_batch, make_mesh
+from jaxaccel.data.pipeline import DataConfig
+from jaxaccel.data.sources import InMemorySource
+from jaxaccel.training.checkpoint import load_checkpoint_model
+from jaxaccel.training.config import OptimConfig, TrainConfig
+from jaxaccel.training.loop import train
+from jaxaccel.training.metrics import read_metrics
+from jaxaccel.training.step import state_shardings
+
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_eight_devices_equal_one():
+    model = hybrid_decoder()
+    batch = ragged_batch(8, 12)
+    mesh_config = MeshConfig(data=2, fsdp=2, tensor=2)
+    config = TrainConfig(
+        num_steps=10,
+        accumulation=2,
+        optim=OptimConfig(peak_lr=1e-2, warmup_steps=0),
+        mesh=mesh_config,
+    )
+    run = Run(model, config, router_bias_rate=0.1)
+    mesh = make_mesh(mesh_config)
+    shardings = state_shardings(jax.eval_shape(run.init), mesh, config)
+    sharded = jax.jit(run.init, out_shardings=shardings)()
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(np.asarray, s.params) for s in (run.state, sharded))
+    )
+    kernel = sharded.params["layers/1/mixer/q_proj/kernel"]
+    assert kernel.addressable_shards[0].data.shape == (1, 8, 8)
+    experts = sharded.opt_state[1].mu["layers/0/mlp/w_in"]
+    assert experts.addressable_shards[0].data.shape == (1, 4, 8, 8)
+    with jax.set_mesh(mesh):
+        step = jax.jit(
+            run.step,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding(mesh)),
+            out_shardings=(shardings, None),
+        )
+        got, got_metrics = step(sharded, global_batch(batch, mesh))
+    want, want_metrics = run.jitted(run.state, batch)
+    got, want = (
+        jax.tree.map(np.asarray, (s.opt_state, s.buffers)) for s in (got, want)
+    )
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(got_metrics, want_metrics, rtol=1e-4, atol=1e-6)
+
+
+TEXTS = tuple(f"def f{i}(x):\n    return x + {i}\n" * (i % 5 + 1) for i in range(30))
+MODEL = tiny_decoder(vocab_size=260)
+DATA = DataConfig(
+    sources=(InMemorySource(texts=TEXTS),),
+    tokenizer="byte",
+    seq_len=32,
+    batch_size=4,
+    heldout_fraction=0.2,
+    prefetch=0,
+)
+
+
+def config(**mesh) -> TrainConfig:
+    return TrainConfig(
+        num_steps=3,
+        optim=OptimConfig(peak_lr=1e-3, warmup_steps=0),
+        log_every=1,
+        eval_batches=2,
+        mesh=MeshConfig(**mesh),
+    )
+
+
+def run_one_of_two(workdir: str) -> None:
+    """What each of the two processes does; the environment says which it is."""
+    from jaxaccel.core import distributed
+
+    assert distributed.initialize()
+    assert (jax.process_count(), jax.device_count()) == (2, 4)
+    train(config(fsdp=2, tensor=2), MODEL, DATA, workdir)
+
+
+# Two interpreters import everything and compile: about 15 s on two cores. Nothing
+# smaller shows that data, collectives, checkpoint and figures agree over processes.
+def test_two_processes_equal_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    here = pathlib.Path(__file__).parent
+    root = here.parent.parent
+    code = "import sys, test_sharded; test_sharded.run_one_of_two(sys.argv[1])"
+    processes = []
+    for index in range(2):
+        environment = os.environ | {
+            "JAXACCEL_COORDINATOR": f"localhost:{port}",
+            "JAXACCEL_NUM_PROCESSES": "2",
+            "JAXACCEL_PROCESS_ID": str(index),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "PYTHONPATH": f"{here}{os.pathsep}{root}",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(tmp_path / "two")],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    one = train(config(), MODEL, DATA, tmp_path / "one")
+    try:
+        logs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(logs)
+    for kind, names in (
+        ("train", ("loss", "grad_norm", "tokens_seen")),
+        ("eval", ("nats_per_byte", "accuracy")),
+        ("baseline", ("byte_bigram_nats_per_byte",)),
+    ):
+        figures = [
+            [
+                [row[n] for n in names]
+                for row in read_metrics(path)
+                if row["kind"] == kind
+            ]
+            for path in (tmp_path / "one", tmp_path / "two")
+        ]
+        np.testing.assert_allclose(*figures, rtol=1e-5, err_msg=kind)
+    model, _ = load_checkpoint_model(tmp_path / "two")
+    logits = model(np.zeros((1, 4), np.int32)).logits
+    model, _ = load_checkpoint_model(one.checkpoint)
+    want = model(np.zeros((1, 4), np.int32)).logits
+    np.testing.assert_allclose(logits, want, rtol=1e-3, atol=1e-4)
