@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxaccel.data.batch import PackingMetadata
+
+class TokenPlaces(Protocol):
+    """What a cache must know of the tokens; `PackingMetadata` has it."""
+
+    @property
+    def is_real(self) -> jax.Array:
+        """bool[B, T], false on padding."""
+        ...
+
+    @property
+    def positions(self) -> jax.Array:
+        """i32[B, T], index inside the document."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +58,7 @@ class KVCache:
         )
 
     def append(
-        self, k: jax.Array, v: jax.Array, meta: PackingMetadata, length: jax.Array
+        self, k: jax.Array, v: jax.Array, meta: TokenPlaces, length: jax.Array
     ) -> Self:
         """Writes the real tokens behind those already held.
 
