@@ -11,6 +11,7 @@ from collections.abc import Sequence
 WIDTH, HEIGHT = 560, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 36
 _MOST_POINTS = 400
+NUM_COLOURS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,14 +21,18 @@ class Line:
     Attributes:
       label: shown in the legend and on hover.
       points: (step, value), by step; values that are not finite break the curve.
-      slot: index of the colour, so that a run keeps its colour in every chart.
-      is_dashed: for reference lines such as a baseline.
+      slot: index of the colour, so that a run keeps its colour in every chart; `None`
+        for a reference line such as a baseline: dashed, and grey.
     """
 
     label: str
     points: Sequence[tuple[float, float]]
-    slot: int = 0
-    is_dashed: bool = False
+    slot: int | None = 0
+
+    @property
+    def style(self) -> str:
+        """Its CSS class."""
+        return "level" if self.slot is None else f"s{self.slot % NUM_COLOURS}"
 
 
 def chart(title: str, unit: str, lines: Sequence[Line]) -> str:
@@ -53,8 +58,7 @@ def chart(title: str, unit: str, lines: Sequence[Line]) -> str:
     parts += [_curve(line, x_of, y_of) for line in lines]
     caption = html.escape(f"{title} ({unit})" if unit else title)
     legend = "".join(
-        f'<span class="key s{line.slot % 6}{" dashed" if line.is_dashed else ""}">'
-        f"{html.escape(line.label)}</span>"
+        f'<span class="key {line.style}">{html.escape(line.label)}</span>'
         for line in lines
     )
     return (
@@ -119,15 +123,14 @@ def _curve(line: Line, x_of, y_of) -> str:
         if math.isfinite(y):
             path.append(f"{'M' if pen_up else 'L'}{x_of(x):.1f} {y_of(y):.1f}")
         pen_up = not math.isfinite(y)
-    style = f"s{line.slot % 6}" + (" dashed" if line.is_dashed else "")
-    parts = [f'<path class="curve {style}" d="{"".join(path)}"/>']
-    if not line.is_dashed and len(points) <= 60:
+    parts = [f'<path class="curve {line.style}" d="{"".join(path)}"/>']
+    if line.slot is not None and len(points) <= 60:
         for x, y in points:
             if math.isfinite(y):
                 note = html.escape(f"{line.label}: {y:.5g} at step {x:g}")
                 parts.append(
-                    f'<circle class="dot {style}" cx="{x_of(x):.1f}" '
-                    f'cy="{y_of(y):.1f}" r="3"><title>{note}</title></circle>'
+                    f'<circle class="dot {line.style}" cx="{x_of(x):.1f}" '
+                    f'cy="{y_of(y):.1f}" r="2.5"><title>{note}</title></circle>'
                 )
     return "".join(parts)
 

@@ -32,10 +32,11 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 14px; margin-bottom: 6px }
 svg { width: 100%; height: auto; display: block }
 .grid { stroke: var(--rule) } .tick { fill: var(--soft); font-size: 11px }
 .curve { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round }
-.dot { fill: currentColor } .dashed.curve { stroke-dasharray: 6 4 }
+.dot { fill: currentColor } .level { color: var(--soft) }
+.level.curve { stroke-dasharray: 6 4 }
 .key::before { content: ""; display: inline-block; width: 16px; margin-right: 5px;
   vertical-align: middle; border-top: 3px solid currentColor }
-.key.dashed::before { border-top-style: dashed }
+.key.level::before { border-top-style: dashed }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: 4px 12px; border-bottom: 1px solid var(--rule); text-align: left;
@@ -133,20 +134,17 @@ def _charts(runs: Sequence[Run]) -> str:
     titles = dict.fromkeys(key for run in runs for key in run.series)
     figures = []
     for key in titles:
-        lines = []
+        lines, levels = [], {}
         for slot, run in enumerate(runs):
-            if key not in run.series:
-                continue
-            points = run.series[key]
-            lines.append(Line(label=run.name, points=points, slot=slot))
-            if (level := run.levels.get(key)) is not None:
-                label, value = level
-                ends = [(points[0][0], value), (points[-1][0], value)]
-                # Runs on the same data share the level: one line is enough.
-                if not any(line.points == ends for line in lines):
-                    lines.append(
-                        Line(label=label, points=ends, slot=slot, is_dashed=True)
-                    )
+            if key in run.series:
+                points = run.series[key]
+                lines.append(Line(label=run.name, points=points, slot=slot))
+                # Runs on the same text share a level, and one line shows it.
+                levels.update(dict.fromkeys(run.levels.get(key, ())))
+        steps = [step for line in lines for step, _ in line.points]
+        for label, value in levels:
+            ends = [(min(steps), value), (max(steps), value)]
+            lines.append(Line(label=label, points=ends, slot=None))
         figures.append(chart(key[0], key[1], lines))
     body = "".join(figures)
     return f'<div class="grid-of-charts">{body}</div>' if body else ""

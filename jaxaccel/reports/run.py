@@ -45,7 +45,7 @@ class Run:
       name: name of its folder.
       path: the folder.
       series: curves by title, each (step, value) by step; NaN where none was finite.
-      levels: label and value of a horizontal line in a curve's chart.
+      levels: labels and values of horizontal lines in a curve's chart.
       summary: figures as text.
       samples: texts that the run wrote.
       settings: the configuration, "TrainConfig.num_steps" -> "120".
@@ -55,7 +55,7 @@ class Run:
     name: str
     path: pathlib.Path
     series: Mapping[Title, Sequence[tuple[float, float]]]
-    levels: Mapping[Title, tuple[str, float]]
+    levels: Mapping[Title, Sequence[tuple[str, float]]]
     summary: Mapping[str, str]
     samples: Sequence[str]
     settings: Mapping[str, str]
@@ -91,14 +91,16 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         points = _points(rows, kind, name, factor)
         if any(math.isfinite(value) for _, value in points):
             series[title] = points
-    levels = {}
-    if (bigram := _last(rows, "baseline", "byte_bigram_nats_per_byte")) is not None:
-        levels[_HELDOUT] = ("byte bigram", bigram)
+    baselines = [
+        (name.replace("_", " "), value)
+        for name in ("byte_bigram", "token_bigram")
+        if (value := _last(rows, "baseline", f"{name}_nats_per_byte")) is not None
+    ]
     return Run(
         name=path.resolve().name,
         path=path,
         series=series,
-        levels=levels,
+        levels={_HELDOUT: baselines},
         summary=_summary(rows),
         samples=[row["text"] for row in rows if row["kind"] == "sample"],
         settings=parse_settings(config_text),
