@@ -355,9 +355,12 @@ class _Run:
         text = f"step {step}: held-out {values['nats_per_byte']:.4f} nats/byte"
         if "ema_nats_per_byte" in values:
             text += f" (running mean {values['ema_nats_per_byte']:.4f})"
-        byte_bigram = self.baseline.get("byte_bigram_nats_per_byte")
-        if byte_bigram is not None:
-            text += f"; byte bigram {byte_bigram:.4f} on the same text"
+        if self.baseline:
+            text += (
+                f"; byte bigram {self.baseline['byte_bigram_nats_per_byte']:.4f} on "
+                "the same text, token bigram "
+                f"{self.baseline['token_bigram_nats_per_byte']:.4f} on all of it"
+            )
         self.console.say(text)
         self.last_eval = (step, values)
         return values

@@ -197,6 +197,7 @@ def test_profile_steps_write_a_trace_with_named_layers(tmp_path):
     train(config, MODEL, DATA, tmp_path, profile_steps=(1, 2))
     traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert len(traces) == 1
+    assert b"layer_0_attention" in traces[0].read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from training_runs import Run, hybrid_decoder, ragged_batch, tiny_decoder
 
 from jaxaccel.core.sharding import MeshConfig, batch_sharding, global_batch, make_mesh
+from jaxaccel.core.tree import split_model
 from jaxaccel.data.pipeline import DataConfig
 from jaxaccel.data.sources import InMemorySource
 from jaxaccel.training.checkpoint import load_checkpoint_model
@@ -31,7 +32,6 @@ def test_eight_devices_equal_one():
     mesh_config = MeshConfig(data=2, fsdp=2, tensor=2)
     config = TrainConfig(
         num_steps=10,
-        accumulation=2,
         optim=OptimConfig(peak_lr=1e-2, warmup_steps=0),
         mesh=mesh_config,
     )
@@ -79,7 +79,7 @@ def config(**mesh) -> TrainConfig:
         num_steps=3,
         optim=OptimConfig(peak_lr=1e-3, warmup_steps=0),
         log_every=1,
-        eval_batches=2,
+        eval_batches=1,
         mesh=MeshConfig(**mesh),
     )
 
@@ -144,8 +144,7 @@ def test_two_processes_equal_one(tmp_path):
             for path in (tmp_path / "one", tmp_path / "two")
         ]
         np.testing.assert_allclose(*figures, rtol=1e-5, err_msg=kind)
-    model, _ = load_checkpoint_model(tmp_path / "two")
-    logits = model(np.zeros((1, 4), np.int32)).logits
-    model, _ = load_checkpoint_model(one.checkpoint)
-    want = model(np.zeros((1, 4), np.int32)).logits
-    np.testing.assert_allclose(logits, want, rtol=1e-3, atol=1e-4)
+    models = [load_checkpoint_model(tmp_path / name)[0] for name in ("one", "two")]
+    # Adam divides by the gradient's size, so rounding of a tiny one moves a weight.
+    chex.assert_trees_all_close(*map(split_model, models), atol=3e-4)
+    assert one.checkpoint.name == "00000003"

@@ -1,6 +1,7 @@
 """The step: accumulation, router bias, EMA, NaN, donation, multi-token prediction."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -26,26 +27,36 @@ def config(**changes):
     return TrainConfig(num_steps=10, optim=OPTIM, **changes)
 
 
-@pytest.mark.parametrize("model", [{}, hybrid_decoder()], ids=["toy", "hybrid"])
-def test_eight_micro_batches_of_one_equal_one_of_eight(model):
+@functools.cache
+def hybrid(accumulation):
+    """A model with every part, compiled once for all tests."""
+    return Run(
+        hybrid_decoder(num_mtp_layers=1),
+        config(accumulation=accumulation, ema_decay=0.5, mtp_loss_weight=0.5),
+        router_bias_rate=0.1,
+    )
+
+
+def fresh(run):
+    return jax.tree.map(jnp.copy, run.state)
+
+
+def test_eight_micro_batches_of_one_equal_one_of_eight():
     batch = ragged_batch(8, 12)
     assert len(set(batch.loss_mask.sum(axis=1))) > 3
-    results = []
-    for accumulation in (1, 8):
-        run = Run(model, config(accumulation=accumulation), router_bias_rate=0.1)
-        state = run.state
-        params = jax.tree.map(np.asarray, state.params)
-        state, metrics = run.jitted(state, batch)
-        moved = jax.tree.map(lambda n, o: n - o, state.params, params)
-        # The first moment is the gradient: AdamW's step alone would hide its size.
-        results.append((state.opt_state, state.buffers, metrics, moved))
-    chex.assert_trees_all_close(*(r[:3] for r in results), rtol=2e-4, atol=2e-6)
+    one, eight = (run.jitted(fresh(run), batch) for run in (hybrid(1), hybrid(8)))
+    # The first moment is the gradient: AdamW's step alone would hide its size.
+    for whole, parts in (
+        (one[0].opt_state, eight[0].opt_state),
+        (one[0].buffers, eight[0].buffers),
+        (one[1], eight[1]),
+    ):
+        chex.assert_trees_all_close(parts, whole, rtol=2e-4, atol=2e-6)
 
 
 def test_loss_falls_on_one_batch():
-    run = Run(hybrid_decoder(), config(ema_decay=0.5), router_bias_rate=1e-2)
-    batch = ragged_batch(4, 12)
-    state, losses = run.state, []
+    run, batch, losses = hybrid(1), ragged_batch(8, 12), []
+    state = fresh(run)
     for _ in range(5):
         state, metrics = run.jitted(state, batch)
         losses.append(float(metrics["loss"]))
@@ -87,10 +98,8 @@ def test_nan_freezes_the_state():
 
 
 def test_multi_token_prediction_adds_its_loss():
-    decoder = hybrid_decoder(num_mtp_layers=1)
-    batch = ragged_batch(8, 12)
-    run = Run(decoder, config(mtp_loss_weight=0.5), router_bias_rate=1e-2)
-    state, metrics = run.jitted(run.state, batch)
+    run = hybrid(1)
+    state, metrics = run.jitted(fresh(run), ragged_batch(8, 12))
     # Both heads start near the uniform distribution.
     assert float(metrics["mtp_nats_per_token"]) == pytest.approx(np.log(32), rel=0.3)
     want = float(metrics["nats_per_token"] + 0.5 * metrics["mtp_nats_per_token"])
