@@ -141,10 +141,16 @@ def _shift(tokens, amounts):
     return jnp.stack([jnp.roll(row, -n) for row, n in rows])
 
 
-def test_steps_and_one_prefill_agree(decoder, tokens, stepped):
+@pytest.fixture(scope="module")
+def packed_whole(decoder, tokens):
+    """Logits and hidden states of both rows as one document each, without a cache."""
+    return decoder.packed(decoder.state, tokens, jnp.ones((2, T), jnp.int32))
+
+
+def test_steps_and_one_prefill_agree(decoder, tokens, stepped, packed_whole):
     outputs, caches = stepped
+    _same(packed_whole[0], outputs)
     ones = jnp.ones((2, T), jnp.int32)
-    _same(decoder.packed(decoder.state, tokens, ones)[0], outputs)
     cache = decoder.merge().init_cache(2, T)
     _same(decoder.cached(decoder.state, tokens, ones, cache), (outputs, caches[T]))
 
@@ -200,8 +206,8 @@ def test_packed_documents_equal_separate_ones(decoder, tokens):
     assert float(jnp.abs(moved[:, :50] - logits[:, :50]).max()) > 0.1
 
 
-def test_hidden_states_are_those_of_an_unrolled_loop(decoder, tokens):
-    _, states = decoder.packed(decoder.state, tokens, jnp.ones((2, T), jnp.int32))
+def test_hidden_states_are_those_of_an_unrolled_loop(decoder, tokens, packed_whole):
+    _, states = packed_whole
     assert len(states) == 5
 
     model = decoder.merge()
@@ -315,38 +321,48 @@ def test_prediction_head_reads_no_other_document(mixture, short):
     assert not changed[:, 9:].any()
 
 
-def _gradients(short, **changes):
-    """Gradients of a two-layer model with random parameters, and what is no Param."""
-    graphdef, state = _parts(_config(pattern=("attention",), num_layers=2, **changes))
-    _, params, rest = nnx.split(nnx.merge(graphdef, state), nnx.Param, ...)
+@pytest.fixture(scope="module")
+def gradients(short):
+    """policy -> gradients of a two-layer model with random parameters."""
 
-    @jax.jit
-    @jax.grad
-    def run(params):
-        out = nnx.merge(graphdef, params, rest)(*short)
-        return jnp.mean(out.logits**2)
+    def compute(policy):
+        graphdef, state = _parts(
+            _config(pattern=("attention",), num_layers=2, remat_policy=policy)
+        )
 
-    return run(params), rest
+        @jax.jit
+        @jax.grad
+        def run(state):
+            return jnp.mean(nnx.merge(graphdef, state)(*short).logits ** 2)
+
+        return run(state)
+
+    return compute
 
 
-def test_every_parameter_gets_a_gradient_and_the_bias_is_none(short):
-    gradient, rest = _gradients(short, mlp=MOE)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+@pytest.fixture(scope="module")
+def kept_whole(gradients):
+    return gradients("none")
+
+
+def test_every_parameter_of_every_layer_gets_a_gradient(kept_whole):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(kept_whole):
         norms = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max(-1)
         if "layers" in jax.tree_util.keystr(path):
             assert (norms > 0).all(), path
         assert norms.max() > 0, path
-    assert {type(value) for _, value in nnx.to_flat_state(rest)} == {RouterBias}
 
 
-@pytest.fixture(scope="module")
-def kept_whole(short):
-    return _gradients(short)[0]
+@pytest.mark.parametrize("policy", ["full", "save_names:attention_out,mlp_up"])
+def test_rematerialisation_changes_no_gradient(kept_whole, gradients, policy):
+    _same(gradients(policy), kept_whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["full", "dots", "save_names:attention_out,mlp_up"])
-def test_rematerialisation_changes_no_gradient(kept_whole, short, policy):
-    _same(_gradients(short, remat_policy=policy)[0], kept_whole, atol=1e-4)
+def test_router_biases_are_no_parameters():
+    model = nnx.eval_shape(lambda: Decoder(_config(mlp=MOE), rngs=nnx.Rngs(0)))
+    _, _, rest = nnx.split(model, nnx.Param, ...)
+    kinds = [type(value) for _, value in nnx.to_flat_state(rest)]
+    assert kinds == [RouterBias] * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -114,10 +114,15 @@ def stepped(mixer, x):
     return jnp.concatenate(outputs, axis=1), caches
 
 
-def test_steps_and_one_prefill_agree(mixer, x, stepped):
+@pytest.fixture(scope="module")
+def packed_whole(mixer, x):
+    return mixer.packed(mixer.state, x, jnp.ones((2, T), jnp.int32))
+
+
+def test_steps_and_one_prefill_agree(mixer, x, stepped, packed_whole):
     outputs, caches = stepped
+    _same(outputs, packed_whole)
     ones = jnp.ones((2, T), jnp.int32)
-    _same(outputs, mixer.packed(mixer.state, x, ones))
     y, cache, length = mixer.cached(mixer.state, x, ones, *mixer.empty(2))
     _same((y, cache), (outputs, caches[T]))
     np.testing.assert_array_equal(length, [T, T])
