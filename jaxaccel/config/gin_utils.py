@@ -218,7 +218,7 @@ class _Builder:
 def _constant(name: str, where: str, hint: str) -> Any:
     """The value of a `gin.constant`, which are spelt like macros."""
     reference = gin.config.ParserDelegate().macro(name)
-    if reference.configurable.selector != "gin.constant":
+    if reference.config_key[1] != "gin.constant":
         raise ConfigError(f"{where}: macro %{name} is not defined{hint}")
     value = reference.scoped_configurable_fn()
     if value is gin.REQUIRED:

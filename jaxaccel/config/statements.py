@@ -201,11 +201,14 @@ class Reader:
 class _Delegate(config_parser.ParserDelegate):
     """Keeps references as written; they are looked up where they are built."""
 
-    def configurable_reference(self, scoped_configurable_name, evaluate):
+    # Gin's class is annotated by its `pass`.
+    def configurable_reference(  # pyrefly: ignore
+        self, scoped_configurable_name: str, evaluate: bool
+    ) -> Reference:
         *scopes, name = scoped_configurable_name.split("/")
         return Reference(tuple(scopes), name, evaluate)
 
-    def macro(self, macro_name):
+    def macro(self, macro_name: str) -> Macro:  # pyrefly: ignore
         return Macro(macro_name)
 
 
