@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_runs import Run, hybrid_decoder, ragged_batch
+from training_runs import Run, ragged_batch, routed_decoder
 
 from jaxaccel.training.config import OptimConfig, TrainConfig
 from jaxaccel.training.step import (
@@ -28,12 +28,13 @@ def config(**changes):
 
 
 @functools.cache
-def hybrid(accumulation):
-    """A model with every part, compiled once for all tests."""
+def routed(accumulation):
+    """Experts and both heads, compiled once for all tests."""
     return Run(
-        hybrid_decoder(num_mtp_layers=1),
+        routed_decoder(num_mtp_layers=1),
         config(accumulation=accumulation, ema_decay=0.5, mtp_loss_weight=0.5),
         router_bias_rate=0.1,
+        is_abstract=accumulation > 1,
     )
 
 
@@ -44,7 +45,7 @@ def fresh(run):
 def test_eight_micro_batches_of_one_equal_one_of_eight():
     batch = ragged_batch(8, 12)
     assert len(set(batch.loss_mask.sum(axis=1))) > 3
-    one, eight = (run.jitted(fresh(run), batch) for run in (hybrid(1), hybrid(8)))
+    one, eight = (routed(n).jitted(fresh(routed(1)), batch) for n in (1, 8))
     # The first moment is the gradient: AdamW's step alone would hide its size.
     for whole, parts in (
         (one[0].opt_state, eight[0].opt_state),
@@ -55,7 +56,7 @@ def test_eight_micro_batches_of_one_equal_one_of_eight():
 
 
 def test_loss_falls_on_one_batch():
-    run, batch, losses = hybrid(1), ragged_batch(8, 12), []
+    run, batch, losses = routed(1), ragged_batch(8, 12), []
     state = fresh(run)
     for _ in range(5):
         state, metrics = run.jitted(state, batch)
@@ -69,7 +70,7 @@ def test_loss_falls_on_one_batch():
         assert ema.dtype == jnp.float32
         assert not np.array_equal(ema, state.params[name]), name
     bias = state.buffers["layers/0/mlp/router/bias"]
-    assert bias.shape == (1, 4)
+    assert bias.shape == (2, 4)
     assert (np.abs(bias) > 0).any()
 
 
@@ -98,7 +99,7 @@ def test_nan_freezes_the_state():
 
 
 def test_multi_token_prediction_adds_its_loss():
-    run = hybrid(1)
+    run = routed(1)
     state, metrics = run.jitted(fresh(run), ragged_batch(8, 12))
     # Both heads start near the uniform distribution.
     assert float(metrics["mtp_nats_per_token"]) == pytest.approx(np.log(32), rel=0.3)

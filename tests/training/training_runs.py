@@ -34,15 +34,19 @@ def tiny_decoder(**changes) -> DecoderConfig:
     return DecoderConfig(**(fields | changes))
 
 
+def routed_decoder(**changes) -> DecoderConfig:
+    experts = MoEConfig(num_experts=4, top_k=2, d_ff=8, bias_update_rate=1e-2)
+    return tiny_decoder(**({"mlp": experts} | changes))
+
+
 def hybrid_decoder(**changes) -> DecoderConfig:
     fields = {
         "pattern": ("gdn", "attention"),
         "gdn": GatedDeltaNetConfig(
             num_key_heads=2, num_value_heads=2, key_dim=4, value_dim=4
         ),
-        "mlp": MoEConfig(num_experts=4, top_k=2, d_ff=8, bias_update_rate=1e-2),
     }
-    return tiny_decoder(**(fields | changes))
+    return routed_decoder(**(fields | changes))
 
 
 def ragged_batch(rows: int, time: int, seed: int = 0, vocab: int = VOCAB):
