@@ -7,29 +7,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
-from pallas_kernels.gated_delta_rule import reference, xla
+from pallas_kernels.gated_delta_rule import config_mosaic, reference, xla
 from pallas_kernels.gated_delta_rule.config import heuristic
 
 
-_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+_STEP_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
 
 
 def choose(
-    *args: Any, implementation: Implementation | None = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *args: Any,
+    chunk_size: int = config_mosaic.CHUNK,
+    implementation: Implementation | None = None,
+    **options: Any,
 ) -> Choice:
     """Says what a call of `gated_delta_rule` would run.
 
     Args:
-      *args: arrays or `jax.ShapeDtypeStruct`, as for `gated_delta_rule`.
+      q, k, v, *args: arrays or `jax.ShapeDtypeStruct`, as for `gated_delta_rule`.
+      chunk_size: tokens per chunk.
       implementation: the one asked for.
       **options: the other keywords of `gated_delta_rule`.
 
     Returns:
       The choice.
     """
-    del args, options  # Both implementations run everything that passes the checks.
-    return select("gated_delta_rule", implementation, {}, available=_AVAILABLE)
+    del k, args, options  # "xla" and "reference" run everything that passes the checks.
+    refused = {}
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        refused["mosaic"] = (
+            f"the kernels need a Hopper GPU, this is {jax.default_backend()}"
+        )
+    elif reason := config_mosaic.refusal(
+        time=q.shape[1],
+        key_heads=q.shape[2],
+        value_heads=v.shape[2],
+        key_dim=q.shape[3],
+        value_dim=v.shape[3],
+        chunk=chunk_size,
+        dtype=v.dtype,
+    ):
+        refused["mosaic"] = reason
+    return select("gated_delta_rule", implementation, refused)
 
 
 def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
@@ -79,7 +102,9 @@ def gated_delta_rule(
       initial_state: f32[B, Hv, V, K], zeros if `None`.
       scale: factor on the output, K ** -0.5 if `None`.
       chunk_size: tokens per chunk of the chunked forms, a power of two >= 16.
-      implementation: "xla", "reference" or `None`.
+      implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has K = V = 128,
+        chunks of 64 tokens, bf16 or f16, and 1 to 4 value heads per key head; any
+        T >= 1 (padded to chunks) and documents that begin anywhere.
 
     Returns:
       (o [B, T, Hv, V] of v's dtype, final_state f32[B, Hv, V, K]). Tokens with g = 0
@@ -87,8 +112,8 @@ def gated_delta_rule(
 
     Raises:
       ValueError: a shape, dtype or chunk size is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
     """
-    choice = choose(q, k, v, g, beta, implementation=implementation)
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"q and v have shapes {q.shape} and {v.shape}, expected four axes each"
@@ -111,6 +136,21 @@ def gated_delta_rule(
         initial_state = jnp.zeros(shape, jnp.float32)
     _expect("initial_state", initial_state, shape, jnp.float32)
     scale = key_dim**-0.5 if scale is None else scale
+    choice = choose(q, k, v, chunk_size=chunk_size, implementation=implementation)
+    if choice.implementation == "mosaic":
+        # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
+        from pallas_kernels.gated_delta_rule import mosaic
+
+        return mosaic.gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            is_first=is_first,
+            initial_state=initial_state,
+            scale=scale,
+        )
     if choice.implementation == "reference":
         return reference.gated_delta_rule(
             q,
@@ -171,7 +211,9 @@ def gated_delta_rule_step(
     Raises:
       ValueError: a shape or dtype is not allowed.
     """
-    choice = choose(q, k, v, g, beta, implementation=implementation)
+    choice = select(
+        "gated_delta_rule_step", implementation, {}, available=_STEP_AVAILABLE
+    )
     if q.ndim != 3 or v.ndim != 3:
         raise ValueError(
             f"q and v have shapes {q.shape} and {v.shape}, expected three axes each"

@@ -84,6 +84,7 @@ class Shapes:
 
 def refusal(
     *,
+    time: int,
     key_heads: int,
     value_heads: int,
     key_dim: int,
@@ -94,6 +95,8 @@ def refusal(
     """Why the kernels cannot run these sizes, `None` if they can."""
     if (key_dim, value_dim) != (HEAD_DIM, HEAD_DIM):
         return f"K = {key_dim}, V = {value_dim}, the kernels have K = V = {HEAD_DIM}"
+    if time < 1:
+        return f"T = {time}, the kernels have at least one token"
     if chunk != CHUNK:
         return f"chunk_size = {chunk}, the kernels have {CHUNK}"
     if jnp.dtype(dtype).name not in ("bfloat16", "float16"):

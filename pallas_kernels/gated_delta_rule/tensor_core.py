@@ -30,22 +30,30 @@ def operand(*shape: int, dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=OPERAND)
 
 
-def params() -> plgpu.CompilerParams:
-    """Compiler options of all kernels."""
+_BARRIER_BYTES = 1024
+
+
+def params(reduction_bytes: int = 0) -> plgpu.CompilerParams:
+    """Compiler options of all kernels.
+
+    Args:
+      reduction_bytes: shared memory that column sums exchange values through. There
+        is one such place in a block: two warpgroups must not take them at a time.
+    """
     # The default semantics takes minutes to infer layouts for bodies of this size.
     return plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        reduction_scratch_bytes=reduction_bytes,
     )
 
 
 def shared_bytes(scratch: Any) -> int:
-    """Bytes of shared memory that scratch types take."""
+    """Bytes of shared memory that scratch types take, with room for barriers."""
     leaves = jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "memory_space"))
-    return sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-        for x in leaves
-        if getattr(x, "memory_space", None) == plgpu.SMEM
-    )
+    arrays = (x for x in leaves if getattr(x, "memory_space", None) == plgpu.SMEM)
+    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+    return total + _BARRIER_BYTES
 
 
 def _value(x: Operand) -> jax.Array:

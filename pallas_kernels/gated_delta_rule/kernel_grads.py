@@ -1,0 +1,372 @@
+"""Mosaic GPU kernel for the gradients that need no order: one block per chunk.
+
+A block has one chunk of one key head and works through the value heads that read it,
+so dq and dk are summed over them in registers, in one fixed order. What carries over
+from chunk to chunk, the states S at their entry, dS at their exit and dV, was written
+by `kernel_fwd.chunk_states` and `kernel_bwd`. With A, G, P, R as there, and rows i
+and columns j of [C, C]:
+
+    U = K S                      D = R W              W = V - diag(enter) U
+    dD = diag(leave) K dS + P^T dO                    dU = -diag(enter) dV
+    dR = dD W^T    dP = dO D^T   (both count only where G does)
+    dQ = scale diag(enter) dO S^T + scale (dP o G) K
+    dA = dR o G diag(beta)       dL = -strictLower(A^T dA A^T)     E = diag(beta) dL
+    dK = diag(leave) D dS^T + dU S^T + scale (dP o G)^T Q + (E + E^T) K
+    dbeta_j = sum_i (dR o A o G)_ij + sum_i (dL o K K^T)_ji
+    Z = strictLower(dR o R + dP o P)
+
+    dtotal = rowsum Z - colsum Z + rowsum(Q o dQ's first term) + rowsum(dU o U)
+             - rowsum(K o dK's first term)
+    dg_j = sum of dtotal_i over i >= j of j's document, and, if that document reaches
+           the chunk's exit, sum(K o dK's first term) + across <dS, S>
+
+where dU o U is summed as K o (dU S^T), which is at hand. Z without its diagonal,
+whose row and column sums cancel, keeps dg precise under strong decay.
+
+Two warpgroups share a block. Up to dD each has half of the V columns, for dQ and dK
+half of the K columns; between the two, the first one makes dR and dP and the second
+one dL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_rule import tensor_core as tc
+from pallas_kernels.gated_delta_rule.config_mosaic import (
+    CHUNK,
+    HALF,
+    SQUARE,
+    Gate,
+    Shapes,
+)
+from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
+
+
+WARPGROUPS = 2
+REDUCTION_BYTES = 8192
+# Rows of the table of per-token sums that warpgroups hand each other: "dtotal" and
+# "exit" have one for each of them.
+SUMS = {"dtotal": 0, "exit": 2, "columns": 4, "dbeta": 5}
+
+
+def _meet(barrier: Any) -> None:
+    """Both warpgroups see what the other one wrote to shared memory before."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _fetch_head(sources, smem, barrier, tokens, head, item, chunk):
+    for name in ("v", "do", "dv", "inverse"):
+        plgpu.copy_gmem_to_smem(sources[name].at[tokens, head], smem[name], barrier)
+    for name in ("states", "d_states", "gates"):
+        plgpu.copy_gmem_to_smem(sources[name].at[item, chunk], smem[name], barrier)
+
+
+def _write_missing(smem, half):
+    """W replaces V in this warpgroup's columns; returns diag(leave) K dS there."""
+    gates = smem["gates"]
+    known, from_exit = tc.mma_each(
+        (smem["k"], smem["states"].at[half].T),
+        (smem["k"], smem["d_states"].at[half].T),
+    )
+    enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
+    leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
+    place = smem["v"].at[:, half]
+    value = tc.load(place).astype(jnp.float32)
+    place[...] = (value - known * tc.per_row(enter, SQUARE)).astype(place.dtype)
+    return from_exit * tc.per_row(leave, SQUARE)
+
+
+def _write_written(smem, half, from_exit):
+    """D and dD in this warpgroup's columns."""
+    written = tc.mma((smem["weights"], smem["v"].at[:, half]))
+    smem["written"].at[:, half][...] = written.astype(smem["written"].dtype)
+    d_written = tc.mma((smem["scores"].T, smem["do"].at[:, half]), init=from_exit)
+    smem["d_written"].at[:, half][...] = d_written.astype(smem["d_written"].dtype)
+
+
+def _pair_gradients(smem, scale, index, d_scores):
+    """dR and dP, and all that is summed over pairs of tokens, in the first warpgroup.
+
+    Returns:
+      The sum of scale dP o G so far, and rowsum Z, a `PER_ROW` vector.
+    """
+    row, column = index
+    gates = smem["gates"]
+    d_weights, d_qk = tc.mma_each(
+        (smem["d_written"], smem["v"].T), (smem["do"], smem["written"].T)
+    )
+    decay = decay_matrix(gates, index)
+    beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+    d_weights = d_weights * decay
+    smem["d_inverse"][...] = (d_weights * beta).astype(smem["d_inverse"].dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem["d_inverse_ready"])
+    d_weights = d_weights * tc.load(smem["inverse"]).astype(jnp.float32)
+    smem["sums"].at[SUMS["dbeta"]][...] = jnp.sum(d_weights, axis=0)
+    pairs = d_weights * beta + d_qk * tc.load(smem["scores"]).astype(jnp.float32)
+    pairs = jnp.where(column < row, pairs, 0.0)
+    smem["sums"].at[SUMS["columns"]][...] = jnp.sum(pairs, axis=0)
+    return d_scores + d_qk * decay * scale, jnp.sum(pairs, axis=1)
+
+
+def _inverse_gradient(smem, index, d_kk):
+    """dL from dA, in the second warpgroup.
+
+    Returns:
+      The sum of E so far, and dbeta's second term, a `PER_ROW` vector.
+    """
+    row, column = index
+    plgpu.barrier_wait(smem["d_inverse_ready"])
+    left = tc.mma((smem["inverse"].T, smem["d_inverse"]))
+    d_lower = tc.mma((left.astype(smem["d_inverse"].dtype), smem["inverse"].T))
+    d_lower = jnp.where(column < row, -d_lower, 0.0)
+    beta = tc.per_row(tc.load(smem["gates"].at[Gate.BETA], tc.PER_ROW), SQUARE)
+    d_kk = d_kk + d_lower * beta
+    kk = tc.mma((smem["k"], smem["k"].T))
+    return d_kk, jnp.sum(d_lower * kk, axis=1)
+
+
+def _key_space(smem, scale, warpgroup, dq, dk, pair_sums):
+    """Terms of dQ and dK that read or write the state, in half of the K columns.
+
+    Args:
+      pair_sums: rowsum Z or `None`.
+
+    Returns:
+      dq, dk f32[C, K / 2], this head's terms added.
+    """
+    gates, sums = smem["gates"], smem["sums"]
+    half = pl.ds(warpgroup * HALF, HALF)
+    enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
+    leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
+    states, d_states = smem["states"].at[:, half], smem["d_states"].at[:, half]
+
+    entering = tc.mma((smem["do"], states)) * tc.per_row(enter * scale, SQUARE)
+    queries = tc.load(smem["q"].at[:, half]).astype(jnp.float32)
+    d_total = jnp.sum(entering * queries, axis=1)
+    if pair_sums is not None:
+        d_total = d_total + pair_sums
+    dq = dq + entering
+
+    leaving = tc.mma((smem["written"], d_states)) * tc.per_row(leave, SQUARE)
+    keys = tc.load(smem["k"].at[:, half]).astype(jnp.float32)
+    at_exit = jnp.sum(leaving * keys, axis=1)
+    dk = dk + leaving
+
+    known = tc.mma((smem["dv"], states)) * tc.per_row(-enter, SQUARE)
+    keys = tc.load(smem["k"].at[:, half]).astype(jnp.float32)
+    d_total = d_total + jnp.sum(known * keys, axis=1) - at_exit
+    dk = dk + known
+
+    across = gates[Gate.ENTER, CHUNK - 1]
+    kept = jnp.zeros_like(at_exit)
+    for start in range(0, smem["states"].shape[1], CHUNK):
+        part = (half, pl.ds(start, CHUNK))
+        state = tc.load(smem["states"].at[part]).astype(jnp.float32)
+        d_state = tc.load(smem["d_states"].at[part]).astype(jnp.float32)
+        kept = kept + jnp.sum(state * d_state, axis=1)
+    sums.at[SUMS["dtotal"] + warpgroup][...] = d_total
+    sums.at[SUMS["exit"] + warpgroup][...] = at_exit + across * kept
+    return dq, dk
+
+
+def _decay_gradient(smem, index, start):
+    """dg of each token, a `PER_ROW` vector."""
+    row, column = index
+
+    def load(name: str, warpgroup: int = 0) -> jax.Array:
+        return tc.load(smem["sums"].at[SUMS[name] + warpgroup], tc.PER_COLUMN)
+
+    d_total = load("dtotal") + load("dtotal", 1) - load("columns")
+    at_exit = load("exit") + load("exit", 1)
+    starts, last_start = start
+    later = (row <= column) & (row > tc.per_column(starts, SQUARE))
+    terms = jnp.where(later, tc.per_column(d_total, SQUARE), 0.0)
+    terms = terms + jnp.where(row > last_start, tc.per_column(at_exit, SQUARE), 0.0)
+    return jnp.sum(terms, axis=1)
+
+
+def _combine(smem, outputs, tokens, key_head, warpgroup, dq, dk):
+    """Adds what the matrices summed over value heads give, and writes dq and dk."""
+    half = pl.ds(warpgroup * HALF, HALF)
+    q, k = smem["q"].at[:, half], smem["k"].at[:, half]
+    d_scores, d_kk = smem["scores"], smem["weights"]
+    dq = tc.mma((d_scores, k), init=dq)
+    dk = tc.mma((d_scores.T, q), (d_kk, k), (d_kk.T, k), init=dk)
+    for place, value in (("v", dq), ("do", dk)):
+        smem[place].at[:, half][...] = value.astype(smem[place].dtype)
+    _meet(smem["met"])
+    name, place = (("dq", "v"), ("dk", "do"))[warpgroup]
+    plgpu.copy_smem_to_gmem(smem[place], outputs[name].at[tokens, key_head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float):
+    block, key_head = lax.axis_index("chunk"), lax.axis_index("key_head")
+    row = lax.div(block, jnp.int32(shapes.chunks))
+    chunk = lax.rem(block, jnp.int32(shapes.chunks))
+    tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
+    index = tc.square_indices(CHUNK)
+    zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
+
+    def head_of(member):
+        head = key_head * shapes.group + member
+        return head, row * shapes.value_heads + head
+
+    def fetch(member):
+        _fetch_head(sources, smem, smem["arrived"], tokens, *head_of(member), chunk)
+
+    def first_warpgroup():
+        for name in ("q", "k"):
+            plgpu.copy_gmem_to_smem(
+                sources[name].at[tokens, key_head], smem[name], smem["keys_arrived"]
+            )
+        fetch(jnp.int32(0))
+        plgpu.barrier_wait(smem["keys_arrived"])
+
+        def value_head(member, carry):
+            dq, dk, d_scores = carry
+            plgpu.barrier_wait(smem["arrived"])
+            gates = smem["gates"]
+            from_exit = _write_missing(smem, pl.ds(0, HALF))
+            # Multiplied again for each head: registers are scarcer than products.
+            qk = tc.mma((smem["q"], smem["k"].T))
+            scores = qk * decay_matrix(gates, index) * scale
+            smem["scores"][...] = scores.astype(shapes.dtype)
+            _meet(smem["met"])
+            _write_written(smem, pl.ds(0, HALF), from_exit)
+            _meet(smem["met"])
+            d_scores, pair_sums = _pair_gradients(smem, scale, index, d_scores)
+            dq, dk = _key_space(smem, scale, 0, dq, dk, pair_sums)
+            starts = tc.load(gates.at[Gate.START], tc.PER_COLUMN).astype(jnp.int32)
+            start = starts, gates[Gate.START, CHUNK - 1].astype(jnp.int32)
+            _meet(smem["met"])
+
+            @pl.when(member + 1 < shapes.group)
+            def _():
+                fetch(member + 1)
+
+            dg = _decay_gradient(smem, index, start)
+            outputs["dg"].at[head_of(member)[1], inside][...] = dg
+            return dq, dk, d_scores
+
+        dq, dk, d_scores = lax.fori_loop(
+            0, shapes.group, value_head, (zeros, zeros, zeros)
+        )
+        smem["scores"][...] = d_scores.astype(shapes.dtype)
+        _meet(smem["met"])
+        _combine(smem, outputs, tokens, key_head, 0, dq, dk)
+
+    def second_warpgroup():
+        plgpu.barrier_wait(smem["keys_arrived"])
+
+        def value_head(member, carry):
+            dq, dk, d_kk = carry
+            plgpu.barrier_wait(smem["arrived"])
+            gates = smem["gates"]
+            from_exit = _write_missing(smem, pl.ds(HALF, HALF))
+            beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+            inverse = tc.load(smem["inverse"]).astype(jnp.float32)
+            weights = inverse * decay_matrix(gates, index) * beta
+            smem["weights"][...] = weights.astype(shapes.dtype)
+            _meet(smem["met"])
+            _write_written(smem, pl.ds(HALF, HALF), from_exit)
+            _meet(smem["met"])
+            dq, dk = _key_space(smem, scale, 1, dq, dk, None)
+            d_kk, d_beta = _inverse_gradient(smem, index, d_kk)
+            _meet(smem["met"])
+            d_beta = d_beta + tc.load(smem["sums"].at[SUMS["dbeta"]], tc.PER_ROW)
+            outputs["dbeta"].at[head_of(member)[1], inside][...] = d_beta
+            return dq, dk, d_kk
+
+        dq, dk, d_kk = lax.fori_loop(0, shapes.group, value_head, (zeros, zeros, zeros))
+        smem["weights"][...] = d_kk.astype(shapes.dtype)
+        _meet(smem["met"])
+        _combine(smem, outputs, tokens, key_head, 1, dq, dk)
+
+    warpgroup = lax.axis_index("warpgroup")
+    pl.when(warpgroup == 0)(first_warpgroup)
+    pl.when(warpgroup == 1)(second_warpgroup)
+
+
+def _scratch(shapes: Shapes) -> dict[str, Any]:
+    dtype = shapes.dtype
+    keys = tc.operand(CHUNK, shapes.key_dim, dtype=dtype)
+    values = tc.operand(CHUNK, shapes.value_dim, dtype=dtype)
+    states = tc.operand(shapes.value_dim, shapes.key_dim, dtype=dtype)
+    square = tc.operand(*SQUARE, dtype=dtype)
+    return {
+        "q": keys,
+        "k": keys,
+        "v": values,
+        "do": values,
+        "dv": values,
+        "written": values,
+        "d_written": values,
+        "states": states,
+        "d_states": states,
+        "inverse": square,
+        "d_inverse": square,
+        "weights": square,
+        "scores": square,
+        "gates": plgpu.SMEM((len(Gate), CHUNK), jnp.float32),
+        "sums": plgpu.SMEM((6, CHUNK), jnp.float32),
+        "keys_arrived": plgpu.Barrier(num_arrivals=2),
+        "arrived": plgpu.Barrier(num_arrivals=7),
+        "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "d_inverse_ready": plgpu.Barrier(num_arrivals=1),
+    }
+
+
+def chunk_grads(
+    shapes: Shapes, scale: float, sources: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Gradients of q, k, g and beta.
+
+    Args:
+      shapes: sizes of the call.
+      scale: factor on the output.
+      sources: q, k [B T, Hk, K]; v, do, dv [B T, Hv, V]; states, d_states
+        [B Hv, T / C, V, K]; inverse [B T, Hv, C]; gates f32[B Hv, T / C, len(Gate), C].
+
+    Returns:
+      dq, dk like q; dg (of natural logarithms), dbeta f32[B Hv, T].
+    """
+    keys = jax.ShapeDtypeStruct(sources["q"].shape, shapes.dtype)
+    per_token = jax.ShapeDtypeStruct((shapes.items, shapes.time), jnp.float32)
+    out_type = {"dq": keys, "dk": keys, "dg": per_token, "dbeta": per_token}
+    scratch = _scratch(shapes)
+    hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, "pk_gdn_grads")
+
+    def body(*refs, **smem):
+        inputs, outputs = refs[: len(sources)], refs[len(sources) :]
+        _chunk_grads_kernel(
+            dict(zip(sources, inputs, strict=True)),
+            dict(zip(out_type, outputs, strict=True)),
+            smem,
+            shapes=shapes,
+            scale=scale,
+        )
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(out_type.values()),
+        grid=(shapes.batch * shapes.chunks, shapes.key_heads),
+        grid_names=("chunk", "key_head"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name="pk_gdn_grads",
+        compiler_params=tc.params(REDUCTION_BYTES),
+    )(*sources.values())
+    return dict(zip(out_type, results, strict=True))

@@ -1,0 +1,451 @@
+"""Mosaic kernels of `gated_delta_rule`, interpreted, each against the recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_delta_rule
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gated_delta_rule import choose, reference, tables
+from pallas_kernels.gated_delta_rule.config_mosaic import (
+    CHUNK,
+    HEAD_DIM,
+    Gate,
+    Shapes,
+    refusal,
+)
+
+
+SCALE = HEAD_DIM**-0.5
+NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
+# Relative errors against the recurrence in f32, as for the public kernels.
+LIMITS = dict(zip(NAMES, (5e-3, 5e-3, 8e-3, 8e-3, 8e-3, 2e-2, 2e-2, 8e-3), strict=True))
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def arguments(batch=1, time=CHUNK, group=1, dtype=jnp.bfloat16, decay=0.05, seed=0):
+    """q, k, v, g, beta, initial state of one key head."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    tokens = (batch, time)
+    q, k = (unit(jax.random.normal(x, (*tokens, 1, HEAD_DIM))) for x in keys[:2])
+    v = jax.random.normal(keys[2], (*tokens, group, HEAD_DIM))
+    g = -decay * jax.nn.softplus(jax.random.normal(keys[3], (*tokens, group)) + 1)
+    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (*tokens, group)))
+    state = 0.3 * jax.random.normal(keys[5], (batch, group, HEAD_DIM, HEAD_DIM))
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), g, beta, state
+
+
+def first(batch, time, *starts):
+    is_first = np.zeros((batch, time), bool)
+    for row, token in starts:
+        is_first[row, token] = True
+    return jnp.asarray(is_first)
+
+
+def exact(args):
+    return tuple(x.astype(jnp.float32) for x in args)
+
+
+def rule(args, is_first, implementation):
+    *inputs, state = args
+    return gated_delta_rule(
+        *inputs, is_first=is_first, initial_state=state, implementation=implementation
+    )
+
+
+def cotangents(args):
+    keys = jax.random.split(jax.random.key(99))
+    do = jax.random.normal(keys[0], args[2].shape).astype(args[2].dtype)
+    return do, jax.random.normal(keys[1], args[5].shape)
+
+
+def with_gradients(args, is_first, implementation):
+    """o, final state and the six gradients."""
+
+    def run(args, cotangents):
+        out, pullback = jax.vjp(
+            lambda *args: rule(args, is_first, implementation), *args
+        )
+        do, d_state = cotangents
+        return *out, *pullback((do.astype(out[0].dtype), d_state))
+
+    return jax.jit(run)(args, cotangents(args))
+
+
+def assert_all_close(got, want, names=NAMES):
+    for name, a, b in zip(names, got, want, strict=True):
+        assert_close(a, b, rel=LIMITS[name], block_rel=np.inf, name=name)
+
+
+def shapes_of(args):
+    batch, time, key_heads, key_dim = args[0].shape
+    return Shapes(
+        batch=batch,
+        time=time,
+        key_heads=key_heads,
+        value_heads=args[2].shape[2],
+        key_dim=key_dim,
+        value_dim=args[2].shape[3],
+        dtype=args[2].dtype,
+    )
+
+
+def flat(x):
+    return x.reshape(-1, *x.shape[2:])
+
+
+def prepared(args, is_first):
+    """What `kernel_inverse.prepare` makes, token by token in float64."""
+    _, k, _, g, beta, _ = (np.asarray(x, np.float64) for x in args)
+    start = np.asarray(tables.document_starts(is_first, CHUNK))
+    batch, time, heads = g.shape
+    inverse = np.zeros((batch, time, heads, CHUNK))
+    gates = np.zeros((batch, heads, time // CHUNK, len(Gate), CHUNK))
+    for row, head, chunk in np.ndindex(batch, heads, time // CHUNK):
+        at = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        keys, decay, begin = k[row, at, 0], g[row, at, head], start[row, at]
+        lower = np.tril(beta[row, at, head, None] * (keys @ keys.T), -1)
+        inverse[row, at, head] = np.linalg.inv(np.eye(CHUNK) + lower)
+        total = [decay[begin[i] + 1 : i + 1].sum() for i in range(CHUNK)]
+        left = [decay[i + 1 :].sum() for i in range(CHUNK)]
+        table = gates[row, head, chunk]
+        table[Gate.TOTAL] = np.array(total) / np.log(2)
+        table[Gate.ENTER] = np.where(begin < 0, np.exp(total), 0)
+        table[Gate.LEAVE] = np.where(begin == begin[-1], np.exp(left), 0)
+        table[Gate.BETA] = beta[row, at, head]
+        table[Gate.START] = begin
+    return (
+        jnp.asarray(inverse, args[1].dtype).reshape(-1, heads, CHUNK),
+        jnp.asarray(flat(gates), jnp.float32),
+    )
+
+
+def sources(args, is_first, **more):
+    q, k, v = (flat(x) for x in args[:3])
+    inverse, gates = prepared(args, is_first)
+    named = {"q": q, "k": k, "v": v, "inverse": inverse, "gates": gates}
+    return named | more
+
+
+def suffix(args, is_first, begin):
+    """(o, final state) of the tokens from `begin` on as a function of the state."""
+
+    def run(state):
+        tail = (x[:, begin:] for x in exact(args[:5]))
+        return reference.gated_delta_rule(
+            *tail, is_first=is_first[:, begin:], initial_state=state, scale=SCALE
+        )
+
+    return run
+
+
+def states_between(args, is_first):
+    """The state at each chunk's entry, and its gradient at each chunk's exit."""
+    time = args[0].shape[1]
+    do, d_last = cotangents(args)
+    states, d_states = [], []
+    for begin in range(0, time, CHUNK):
+        head = (x[:, :begin] for x in exact(args[:5]))
+        states.append(
+            reference.gated_delta_rule(
+                *head,
+                is_first=is_first[:, :begin],
+                initial_state=args[5],
+                scale=SCALE,
+            )[1]
+        )
+        end = begin + CHUNK
+        if end == time:
+            d_states.append(d_last)
+        else:
+            pullback = jax.vjp(suffix(args, is_first, end), args[5])[1]
+            d_states += pullback((do[:, end:].astype(jnp.float32), d_last))
+    return tuple(flat(jnp.stack(x, axis=2)) for x in (states, d_states))
+
+
+DOCUMENTS = ((0, 5), (0, CHUNK + 30), (0, CHUNK + 31))
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Two chunks, two value heads, documents that begin inside both chunks."""
+    args = arguments(time=2 * CHUNK, group=2)
+    return args, first(1, 2 * CHUNK, *DOCUMENTS)
+
+
+def test_starts_are_counted_inside_chunks():
+    is_first = first(2, 2 * CHUNK, (0, 0), (0, 3), (1, CHUNK), (1, CHUNK + 2))
+    start = np.asarray(tables.document_starts(is_first, CHUNK))
+    assert start[0, :4].tolist() == [0, 0, 0, 3]
+    assert (start[0, 3:CHUNK] == 3).all()
+    assert (start[0, CHUNK:] == tables.BEGAN_BEFORE).all()
+    assert (start[1, :CHUNK] == tables.BEGAN_BEFORE).all()
+    assert start[1, CHUNK : CHUNK + 3].tolist() == [0, 0, 2]
+    with pytest.raises(ValueError, match="T = 65"):
+        tables.document_starts(first(1, 65), CHUNK)
+
+
+def test_chunks_are_inverted_whatever_the_keys():
+    from pallas_kernels.gated_delta_rule import kernel_inverse
+
+    # Chunk 0 has random keys, chunk 1 keys of cosine 0.9, chunk 2 one key.
+    q, k, v, g, beta, state = arguments(time=3 * CHUNK, group=2)
+    exact_k = k.astype(jnp.float32)
+    alike = unit(exact_k / 2 + exact_k[:, :1])
+    k = jnp.concatenate([k[:, :CHUNK], alike.astype(k.dtype)[:, CHUNK:]], axis=1)
+    k = k.at[:, 2 * CHUNK :].set(k[:, :1])
+    beta = beta.at[:, CHUNK:].set(0.98)
+    args = (q, k, v, g, beta, state)
+    is_first = first(1, 3 * CHUNK, *DOCUMENTS)
+
+    def by_head(x):
+        return jnp.swapaxes(x, 1, 2).reshape(2, -1)
+
+    with interpreted():
+        inverse, gates = jax.jit(
+            functools.partial(kernel_inverse.prepare, shapes_of(args))
+        )(
+            flat(k),
+            by_head(g * kernel_inverse.LOG2_E),
+            by_head(beta),
+            tables.document_starts(is_first, CHUNK),
+        )
+    want_inverse, want_gates = prepared(args, is_first)
+    error = inverse.astype(jnp.float32) - want_inverse.astype(jnp.float32)
+    assert float(jnp.abs(error).max()) < 6e-3
+    assert float(jnp.abs(gates - want_gates).max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "dtype, time, group", [("bfloat16", 100, 2), ("float16", 64, 3)]
+)
+def test_forward_is_the_recurrence(dtype, time, group):
+    args = arguments(time=time, group=group, dtype=jnp.dtype(dtype))
+    is_first = first(1, time, (0, 5), (0, time - 3))
+    with interpreted():
+        got = jax.jit(lambda args: rule(args, is_first, "mosaic"))(args)
+    assert_all_close(got, rule(exact(args), is_first, "reference"), NAMES[:2])
+
+
+def test_states_are_those_at_chunk_entries(documents):
+    from pallas_kernels.gated_delta_rule import kernel_fwd
+
+    args, is_first = documents
+    inputs = sources(args, is_first)
+    del inputs["q"]
+    with interpreted():
+        states = jax.jit(functools.partial(kernel_fwd.chunk_states, shapes_of(args)))(
+            inputs, flat(args[5])
+        )
+    want, _ = states_between(args, is_first)
+    assert_close(states, want, rel=5e-3, block_axes=(0, 1), name="states")
+
+
+def test_state_gradient_runs_back_through_the_chunks(documents):
+    from pallas_kernels.gated_delta_rule import kernel_bwd
+
+    args, is_first = documents
+    do, d_last = cotangents(args)
+    inputs = sources(args, is_first, do=flat(do))
+    del inputs["v"]
+    with interpreted():
+        dv, d_states, d_initial = jax.jit(
+            functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE)
+        )(inputs, flat(d_last))
+    want = with_gradients(exact(args), is_first, "reference")
+    assert_close(d_states, states_between(args, is_first)[1], rel=8e-3, name="d_states")
+    assert_close(dv.reshape(want[4].shape), want[4], rel=8e-3, name="dv")
+    assert_close(d_initial.reshape(want[7].shape), want[7], rel=8e-3, name="dinitial")
+
+
+@pytest.mark.parametrize("decay", [0.05, 16.0])
+def test_gradients_of_a_chunk(documents, decay):
+    from pallas_kernels.gated_delta_rule import kernel_grads
+
+    args, is_first = documents
+    args = (*args[:3], args[3] * (decay / 0.05), *args[4:])
+    do, _ = cotangents(args)
+    states, d_states = states_between(args, is_first)
+    want = with_gradients(exact(args), is_first, "reference")
+
+    def rounded(x):
+        return x.astype(args[2].dtype)
+
+    inputs = sources(
+        args,
+        is_first,
+        do=flat(do),
+        dv=flat(rounded(want[4])),
+        states=rounded(states),
+        d_states=rounded(d_states),
+    )
+    with interpreted():
+        got = jax.jit(
+            functools.partial(kernel_grads.chunk_grads, shapes_of(args), SCALE)
+        )(inputs)
+
+    def by_token(x):
+        return jnp.swapaxes(x.reshape(1, 2, -1), 1, 2)
+
+    grads = (
+        got["dq"][None],
+        got["dk"][None],
+        by_token(got["dg"]),
+        by_token(got["dbeta"]),
+    )
+    names = ("dq", "dk", "dg", "dbeta")
+    assert_all_close(grads, [want[NAMES.index(x)] for x in names], names)
+
+
+def test_op_and_all_gradients_are_the_recurrence():
+    args = arguments(time=40)
+    is_first = first(1, 40, (0, 13))
+    with interpreted():
+        got = with_gradients(args, is_first, "mosaic")
+    assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
+
+
+def test_documents_in_one_row_are_bit_equal_to_documents_apart():
+    args = arguments(batch=2, decay=0.001)
+    args = (*args[:5], jnp.zeros_like(args[5]))
+    row = tuple(x.reshape(1, 2 * CHUNK, *x.shape[2:]) for x in args[:5])
+    with interpreted():
+        run = jax.jit(rule, static_argnums=2)
+        apart, states = run(args, first(2, CHUNK), "mosaic")
+        packed, state = run(
+            (*row, args[5][:1]), first(1, 2 * CHUNK, (0, CHUNK)), "mosaic"
+        )
+    np.testing.assert_array_equal(packed.reshape(apart.shape), apart)
+    np.testing.assert_array_equal(state[0], states[1])
+
+
+def test_total_decay_leaves_finite_results():
+    args = arguments()
+    args = (*args[:3], args[3].at[:, 1::7].set(-1e4), *args[4:])
+    with interpreted():
+        got = jax.jit(lambda args: rule(args, first(1, CHUNK), "mosaic"))(args)
+    want = rule(exact(args), first(1, CHUNK), "reference")
+    assert_all_close(got, want, NAMES[:2])
+
+
+def test_limits_are_named():
+    sizes = {
+        "time": 64,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 128,
+        "value_dim": 128,
+        "chunk": 64,
+        "dtype": jnp.bfloat16,
+    }
+    assert refusal(**sizes) is None
+    for change, text in (
+        ({"key_dim": 64}, "K = 64"),
+        ({"value_dim": 256}, "V = 256"),
+        ({"chunk": 32}, "chunk_size = 32"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"value_heads": 10}, "5 value heads"),
+        ({"time": 0}, "T = 0"),
+    ):
+        assert text in refusal(**(sizes | change))
+
+
+def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
+    args = arguments()
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        rule(args, first(1, CHUNK), "mosaic")
+    assert choose(*args[:5]).implementation == "xla"
+    with hw.assume():
+        assert choose(*args[:5]).implementation == "mosaic"
+        assert choose(*exact(args[:5])).implementation == "xla"
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_kernels_lower_for_the_card(group):
+    args = jax.eval_shape(lambda: arguments(batch=2, time=3 * CHUNK, group=group))
+    with hw.assume():
+        lowered = (
+            jax.jit(lambda *args: rule(args, None, "mosaic"))
+            .trace(*args)
+            .lower(lowering_platforms=("cuda",))
+        )
+    text = lowered.as_text()
+    assert "pk_gdn_prepare" in text
+    assert "pk_gdn_fwd" in text
+
+
+@pytest.mark.parametrize("kernel", ["states", "bwd", "grads"])
+def test_gradient_kernels_lower_for_the_card(kernel):
+    from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_fwd, kernel_grads
+
+    args = jax.eval_shape(lambda: arguments(time=2 * CHUNK, group=2))
+    shapes = shapes_of(args)
+
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    time, items, chunks = 2 * CHUNK, 2, 2
+    keys, values = like(time, 1, HEAD_DIM), like(time, 2, HEAD_DIM)
+    states = like(items, chunks, HEAD_DIM, HEAD_DIM)
+    state = like(items, HEAD_DIM, HEAD_DIM, dtype=jnp.float32)
+    chunked = {
+        "inverse": like(time, 2, CHUNK),
+        "gates": like(items, chunks, len(Gate), CHUNK, dtype=jnp.float32),
+    }
+    everything = {"q": keys, "k": keys, "v": values, "do": values, "dv": values}
+    everything |= {"states": states, "d_states": states} | chunked
+
+    def pick(*names):
+        return {name: everything[name] for name in names} | chunked
+
+    fn, *inputs = {
+        "states": (
+            functools.partial(kernel_fwd.chunk_states, shapes),
+            pick("k", "v"),
+            state,
+        ),
+        "bwd": (
+            functools.partial(kernel_bwd.chunk_bwd, shapes, SCALE),
+            pick("q", "k", "do"),
+            state,
+        ),
+        "grads": (
+            functools.partial(kernel_grads.chunk_grads, shapes, SCALE),
+            everything,
+        ),
+    }[kernel]
+    with hw.assume():
+        text = jax.jit(fn).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"pk_gdn_{kernel}" in text
+
+
+def model_arguments(batch, time):
+    """Sixteen key heads, thirty-two value heads."""
+    keys = jax.random.split(jax.random.key(3), 16)
+    make = functools.partial(arguments, batch, time, 2)
+    parts = [make(seed=int(i)) for i in range(len(keys))]
+    heads = [jnp.concatenate(x, axis=2) for x in list(zip(*parts, strict=True))[:5]]
+    return *heads, jnp.concatenate([x[5] for x in parts], axis=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, time", [(1, 1000), (3, 512)])
+def test_model_shapes_on_the_card(batch, time):
+    args = model_arguments(batch, time)
+    starts = [(row, t) for row in range(batch) for t in (0, 130, 192, 400)]
+    is_first = first(batch, time, *starts)
+    got = with_gradients(args, is_first, "mosaic")
+    assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
+    for _ in range(100):
+        for name, a, b in zip(
+            NAMES, with_gradients(args, is_first, "mosaic"), got, strict=True
+        ):
+            np.testing.assert_array_equal(a, b, err_msg=name)
