@@ -167,9 +167,7 @@ class Decoder(nnx.Module):
             "rngs": rngs,
         }
         self.embed = Embed(config.vocab_size, config.d_model, **kind)
-        self.layers = nnx.List(
-            [_stacked_block(config, mixer, rngs.params()) for mixer in config.pattern]
-        )
+        self.layers = nnx.List(_stacked_blocks(config, rngs.params()))
         self.final_norm = RMSNorm(config.d_model, **_norm_arguments(config))
         if not config.tie_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, **kind)
@@ -409,16 +407,29 @@ def _norm_arguments(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _stacked_block(config: DecoderConfig, mixer: str, key: jax.Array) -> Block:
-    """Builds one block whose parameters hold all periods, drawn independently."""
+def _stacked_blocks(config: DecoderConfig, key: jax.Array) -> list[Block]:
+    """Builds a block per position of the pattern, its parameters holding all periods.
 
-    def parameters(key):
-        return nnx.split(Block(config, mixer, rngs=nnx.Rngs(key)))[1]
+    All layers of one mixer are drawn together: every random array that is drawn on
+    its own is a program of its own to compile.
+    """
+    blocks: dict[int, Block] = {}
+    for mixer in sorted(set(config.pattern)):
+        places = [i for i, name in enumerate(config.pattern) if name == mixer]
 
-    abstract = nnx.eval_shape(lambda: Block(config, mixer, rngs=nnx.Rngs(0)))
-    graphdef, _ = nnx.split(abstract)
-    stacked = jax.vmap(parameters)(jax.random.split(key, config.num_periods))
-    return nnx.merge(graphdef, stacked)
+        def parameters(key, mixer=mixer):
+            return nnx.split(Block(config, mixer, rngs=nnx.Rngs(key)))[1]
+
+        shape = (len(places), config.num_periods)
+        keys = jax.random.split(jax.random.fold_in(key, places[0]), shape)
+        drawn = jax.vmap(jax.vmap(parameters))(keys)  # [places, num_periods, ...]
+        graphdef, _ = nnx.split(
+            nnx.eval_shape(lambda mixer=mixer: Block(config, mixer, rngs=nnx.Rngs(0)))
+        )
+        for row, place in enumerate(places):
+            state = jax.tree.map(lambda leaf, row=row: leaf[row], drawn)
+            blocks[place] = nnx.merge(graphdef, state)
+    return [blocks[place] for place in range(len(config.pattern))]
 
 
 def _in_layer_order(*leaves: jax.Array) -> jax.Array:

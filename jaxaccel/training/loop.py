@@ -261,7 +261,12 @@ class _Run:
         data_state = None
         if found is None:
             self.console.status("initialising the model", is_progress=False)
-            state = jax.jit(init, out_shardings=shardings)()
+            # Each random array costs a CPU a quarter of a second to optimise, and runs
+            # once.
+            on_cpu = jax.default_backend() == "cpu"
+            quick = {"xla_backend_optimization_level": 0} if on_cpu else None
+            jitted = jax.jit(init, out_shardings=shardings)
+            state = jitted.lower().compile(compiler_options=quick)()
         else:
             template = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
