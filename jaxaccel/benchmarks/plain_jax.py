@@ -227,11 +227,7 @@ def hidden_states(p: Params, tokens, segments, positions, c: DecoderConfig):
 
 
 def make_step(
-    c: DecoderConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    chunk: int,
-    balance_loss_weight: float,
+    c: DecoderConfig, optimizer: optax.GradientTransformation, *, chunk: int
 ) -> Callable:
     """Returns a jitted `step(params, opt_state, batch) -> (params, opt_state, loss)`.
 
@@ -254,7 +250,7 @@ def make_step(
             chunk=chunk,
         ).loss
         nll = total / jnp.sum(batch["loss_mask"])
-        return nll + balance_loss_weight * balance, nll
+        return nll + balance, nll
 
     def step(p, opt_state, batch):
         grads, nll = jax.grad(loss, has_aux=True)(p, batch)

@@ -109,12 +109,7 @@ def theirs(
     """Builds the plain step from a copy of our parameters."""
     config, train = experiment.model.decoder(), experiment.train
     optimizer = make_optimizer(train.optim, train.num_steps)
-    step = plain_jax.make_step(
-        config,
-        optimizer,
-        chunk=train.loss_chunk,
-        balance_loss_weight=train.balance_loss_weight,
-    )
+    step = plain_jax.make_step(config, optimizer, chunk=train.loss_chunk)
     params = plain_jax.nested(jax.tree.map(jnp.copy, params))
     opt_state = jax.jit(optimizer.init)(params)
     step, seconds, peak = compiled(step, params, opt_state, batch)

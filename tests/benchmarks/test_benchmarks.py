@@ -1,0 +1,113 @@
+"""The plain-JAX model is our model, and tables hold what the files hold."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaccel import benchmarks
+from jaxaccel.benchmarks import render, results, step
+from jaxaccel.config.registry import Experiment
+from jaxaccel.data.pipeline import DataConfig
+from jaxaccel.data.sources import InMemorySource
+from jaxaccel.models.qwen3_next import Qwen3NextConfig
+from jaxaccel.training.config import OptimConfig, TrainConfig
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    rng = np.random.default_rng(0)
+    texts = tuple(
+        " ".join(rng.choice(["alpha", "beta", "gamma", "delta"], size=40))
+        for _ in range(30)
+    )
+    return Experiment(
+        model=dataclasses.replace(Qwen3NextConfig.tiny(), vocab_size=300),
+        data=DataConfig(
+            sources=(InMemorySource(texts=texts),),
+            tokenizer="byte",
+            vocab_size=300,
+            seq_len=64,
+            batch_size=2,
+        ),
+        train=TrainConfig(
+            num_steps=10,
+            loss_chunk=32,
+            optim=OptimConfig(warmup_steps=2),
+        ),
+    )
+
+
+def test_plain_jax_trains_the_same_model(experiment):
+    rows = step.measure(experiment, workload="tiny", rounds=2, steps=2)
+    ours, plain = rows
+    assert [row["implementation"] for row in rows] == ["jaxaccel", "plain_jax"]
+    assert ours["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-5)
+    # After four steps of the optimizer: gradients and updates agree too.
+    assert ours["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-4)
+    assert ours["ms"] > 0
+    assert ours["ratio"] > 0
+    assert ours["mfu"] is None  # the peak of a CPU is not in the table
+
+
+def test_no_speed_is_written_for_another_loss(experiment, monkeypatch):
+    real = step.plain_jax.make_step
+
+    def wrong(*args, **options):
+        good = real(*args, **options)
+
+        def off(params, opt_state, batch):
+            params, opt_state, loss = good(params, opt_state, batch)
+            return params, opt_state, loss * 1.009
+
+        return jax.jit(off, donate_argnums=(0, 1))
+
+    monkeypatch.setattr(step.plain_jax, "make_step", wrong)
+    rows = step.measure(experiment, workload="tiny", rounds=2, steps=1)
+    assert all(row["ms"] is None and row["tflops"] is None for row in rows)
+    assert all("losses differ" in row["note"] for row in rows)
+
+
+def test_accumulation_is_refused(experiment):
+    train = dataclasses.replace(experiment.train, accumulation=2)
+    with pytest.raises(ValueError, match="accumulation=2"):
+        step.measure(
+            dataclasses.replace(experiment, train=train),
+            workload="tiny",
+            rounds=2,
+            steps=1,
+        )
+
+
+def test_nested_parameters_keep_every_array():
+    flat = {"a/b": jnp.ones(1), "a/c": jnp.zeros(2), "d": jnp.ones(3)}
+    tree = step.plain_jax.nested(flat)
+    assert tree["a"]["b"] is flat["a/b"]
+    assert tree["a"]["c"] is flat["a/c"]
+    assert tree["d"] is flat["d"]
+
+
+def test_results_are_written_whole(tmp_path):
+    path = tmp_path / "deep" / "rows.json"
+    results.write(path, [{"ms": 1.0}])
+    with pytest.raises(TypeError):
+        results.write(path, [{"ms": object()}])
+    assert json.loads(path.read_text()) == {"rows": [{"ms": 1.0}]}
+
+
+def test_the_readme_holds_what_the_result_files_hold():
+    readme = (results.ROOT / "README.md").read_text()
+    assert render.rendered(readme) == readme, "run `uv run jaxaccel bench render`"
+
+
+def test_a_readme_without_markers_is_refused():
+    with pytest.raises(ValueError, match="BEGIN techniques"):
+        render.rendered("no markers")
+
+
+def test_an_unknown_benchmark_is_refused():
+    with pytest.raises(ValueError, match="'stp' is unknown"):
+        benchmarks.main(["stp"])
