@@ -2,8 +2,8 @@
 
 What the framework is measured against: the same arithmetic, the same ops, the same
 rematerialisation, loss and optimizer, with no modules, no config machinery and no loop
-around it. The parameters are the nested dictionary of a `Decoder`'s parameters, so
-that both run the very same model.
+around it. The parameters are those of a `Decoder` by name, so that both run the very
+same model.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def make_step(
     (f32[B, T]) as a dictionary; parameters and optimizer state are donated.
     """
 
-    def loss(p, batch):
+    def loss(flat, batch):
+        p = nested(flat)
         hidden, balance = hidden_states(
             p, batch["tokens"], batch["segment_ids"], batch["positions"], c
         )

@@ -110,7 +110,7 @@ def theirs(
     config, train = experiment.model.decoder(), experiment.train
     optimizer = make_optimizer(train.optim, train.num_steps)
     step = plain_jax.make_step(config, optimizer, chunk=train.loss_chunk)
-    params = plain_jax.nested(jax.tree.map(jnp.copy, params))
+    params = jax.tree.map(jnp.copy, params)
     opt_state = jax.jit(optimizer.init)(params)
     step, seconds, peak = compiled(step, params, opt_state, batch)
 
@@ -181,11 +181,31 @@ def measure(
     for _ in range(rounds):
         run_round(mine, batches)
         run_round(plain, plain_batches)
+    tokens = float(np.mean([np.sum(np.asarray(b.segment_ids) > 0) for b in batches]))
+    return summary(experiment, mine, plain, workload=workload, tokens=tokens)
+
+
+def summary(
+    experiment: Experiment,
+    mine: Contender,
+    plain: Contender,
+    *,
+    workload: str,
+    tokens: float,
+) -> list[dict[str, Any]]:
+    """Makes rows of what was measured; see `measure`.
+
+    Args:
+      experiment: what was run.
+      mine: our contender after its rounds.
+      plain: the plain one after its rounds.
+      workload: name for the rows.
+      tokens: real tokens of a step, padding left out.
+    """
     apart = abs(mine.losses[0] / plain.losses[0] - 1.0)
     agree = bool(apart <= LOSS_TOLERANCE)
     config = experiment.model.decoder()
     about = describe(config, experiment.data.seq_len)
-    tokens = float(np.mean([np.sum(np.asarray(b.segment_ids) > 0) for b in batches]))
     peak = device_peak(jax.devices()[0].device_kind)
     rows = []
     for contender in (mine, plain):
