@@ -49,13 +49,12 @@ def attention(
 
     scores = jnp.where(allowed, scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32)[None, :, None, None]
-        highest = jnp.maximum(highest, sink)
+    # A sink is one more key without a value; none is one that gets no weight.
+    sink = jnp.full((heads,), -jnp.inf) if sinks is None else sinks
+    sink = sink.astype(jnp.float32)[None, :, None, None]
+    highest = jnp.maximum(highest, sink)
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     weights = jnp.exp(scores - highest)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest)
     weights = weights / jnp.where(total == 0.0, 1.0, total)
     return jnp.einsum("bhts,bshv->bthv", weights, v).astype(q.dtype)

@@ -31,13 +31,13 @@ def _convolve(
     width = weight.shape[0]
     time = extended.shape[1] - width + 1
     taps = weight.astype(jnp.float32)
-    z = None
+    z = jnp.zeros((), jnp.float32)
     for tap in range(width):
         term = extended[:, tap : tap + time].astype(jnp.float32) * taps[None, None, tap]
         if run is not None and tap < width - 1:
             same = run[:, tap : tap + time] == run[:, width - 1 :]
             term = jnp.where(same[:, :, None], term, 0.0)
-        z = term if z is None else z + term
+        z = z + term if tap else term
     if bias is not None:
         z = z + bias.astype(jnp.float32)[None, None, :]
     if activation == "silu":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -23,8 +25,10 @@ class Config:
 
 
 # Bytes of one f32 [chunks, B, Hv, C, C] matrix that a group may take; a group holds
-# around ten arrays of that size at its peak.
-_GROUP_BYTES = 64 * 2**20
+# around ten arrays of that size at its peak. A GPU wants enough work per launch, a
+# CPU wants what it works on to stay in its caches.
+_GROUP_BYTES = {"cpu": 2 * 2**20}
+_GROUP_BYTES_DEFAULT = 64 * 2**20
 # What a layer may keep for the backward before recomputation is the better deal.
 _SAVED_BYTES = 32 * 2**20
 
@@ -51,12 +55,13 @@ def heuristic(
     """
     chunks = max(1, -(-time // chunk))
     per_chunk = batch * value_heads
-    most = max(1, _GROUP_BYTES // (4 * per_chunk * chunk * chunk))
+    limit = _GROUP_BYTES.get(jax.default_backend(), _GROUP_BYTES_DEFAULT)
+    most = max(1, limit // (4 * per_chunk * chunk * chunk))
     groups = -(-chunks // most)
     elements = chunks * per_chunk
     elements *= chunk * chunk + value_dim * key_dim + chunk * value_dim
     return Config(
         chunk=chunk,
         group=-(-chunks // groups),
-        save=groups == 1 and elements * itemsize <= _SAVED_BYTES,
+        save=elements * itemsize <= _SAVED_BYTES,
     )

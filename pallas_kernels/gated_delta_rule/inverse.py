@@ -6,31 +6,43 @@ import jax
 import jax.numpy as jnp
 
 
-_BASE = 16
-_HIGHEST = jax.lax.Precision.HIGHEST
+# Up to this size a product of two blocks costs more to start than to compute.
+_SMALL = 16
+
+
+def _diagonal(lower: jax.Array, width: int) -> jax.Array:
+    """The diagonal blocks of [M, n, n], as [M, n / width, width, width]."""
+    starts = range(0, lower.shape[-1], width)
+    return jnp.stack([lower[:, i : i + width, i : i + width] for i in starts], axis=1)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """[c, i, j, M] times [c, j, k, M], written out as a sum over j."""
+    total = a[:, :, 0, None] * b[:, None, 0]
+    for j in range(1, a.shape[2]):
+        total = total + a[:, :, j, None] * b[:, None, j]
+    return total
 
 
 def _small_inverse(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1 of [n, n, M]: blocks last, so that each step is one long vector.
-
-    The matrix products are written out as sums, because a product of two 4 x 4
-    matrices costs more to start than to compute.
-    """
-    size = lower.shape[0]
-    if size == 1:
-        return jnp.ones_like(lower)
-    half = size // 2
-    first = _small_inverse(lower[:half, :half])
-    second = _small_inverse(lower[half:, half:])
-    below = lower[half:, :half]
-    corner = below[:, 0, None] * first[None, 0]
-    for j in range(1, half):
-        corner = corner + below[:, j, None] * first[None, j]
-    product = second[:, 0, None] * corner[None, 0]
-    for j in range(1, half):
-        product = product + second[:, j, None] * corner[None, j]
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=1)
-    return jnp.concatenate([top, jnp.concatenate([-product, second], axis=1)], axis=0)
+    """(I + lower)^-1 of [n, n, M]: blocks last, so each step is one long vector."""
+    size, _, count = lower.shape
+    inverse = jnp.ones((size, 1, 1, count), lower.dtype)
+    width = 1
+    while width < size:
+        below = jnp.stack(
+            [
+                lower[i + width : i + 2 * width, i : i + width]
+                for i in range(0, size, 2 * width)
+            ]
+        )
+        first, second = inverse[0::2], inverse[1::2]
+        corner = -_product(second, _product(below, first))
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=2)
+        bottom = jnp.concatenate([corner, second], axis=2)
+        inverse = jnp.concatenate([top, bottom], axis=1)
+        width *= 2
+    return inverse[0]
 
 
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
@@ -48,27 +60,19 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """
     *batch, size, _ = lower.shape
     lower = lower.reshape(-1, size, size)
-    width = min(_BASE, size)
-    # [M, C / width, width, width]: the diagonal blocks.
-    blocks = jnp.stack(
-        [lower[:, i : i + width, i : i + width] for i in range(0, size, width)],
-        axis=1,
-    )
-    count = size // width
-    blocks = jnp.transpose(blocks.reshape(-1, width, width), (1, 2, 0))
-    inverse = jnp.transpose(_small_inverse(blocks), (2, 0, 1))
-    inverse = inverse.reshape(-1, count, width, width)
+    width = min(_SMALL, size)
+    blocks = _diagonal(lower, width).reshape(-1, width, width)
+    inverse = _small_inverse(jnp.transpose(blocks, (1, 2, 0)))
+    inverse = jnp.transpose(inverse, (2, 0, 1)).reshape(-1, size // width, width, width)
+    highest = jax.lax.Precision.HIGHEST
     while width < size:
+        starts = range(0, size, 2 * width)
         below = jnp.stack(
-            [
-                lower[:, i + width : i + 2 * width, i : i + width]
-                for i in range(0, size, 2 * width)
-            ],
-            axis=1,
+            [lower[:, i + width : i + 2 * width, i : i + width] for i in starts], axis=1
         )
         first, second = inverse[:, 0::2], inverse[:, 1::2]
-        corner = jnp.einsum("mcij,mcjk->mcik", below, first, precision=_HIGHEST)
-        corner = -jnp.einsum("mcij,mcjk->mcik", second, corner, precision=_HIGHEST)
+        corner = jnp.einsum("mcij,mcjk->mcik", below, first, precision=highest)
+        corner = -jnp.einsum("mcij,mcjk->mcik", second, corner, precision=highest)
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         bottom = jnp.concatenate([corner, second], axis=-1)
         inverse = jnp.concatenate([top, bottom], axis=-2)

@@ -7,7 +7,7 @@ head of a key head, i and j tokens of a chunk (i the later one).
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +320,9 @@ def _rule_backward(config, scale, residuals, cotangents):
         if saved is None:
             _, saved = _solve(x, entry, decay)
         gradients, d_state = _backward_group(scale, x, saved, decay, do, d_state)
-        return d_state, gradients._replace(first=None)
+        # A bool has no gradient, which `None` says to custom_vjp.
+        none: Any = None
+        return d_state, gradients._replace(first=none)
 
     d_state, gradients = jax.lax.scan(group, d_state, (*residuals, do), reverse=True)
     return gradients, d_state

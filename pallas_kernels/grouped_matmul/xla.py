@@ -95,7 +95,7 @@ def _multiply(
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Rows times their experts' matrices; rows of no expert are exactly 0."""
-    tiled = _tiled(x, config)
+    tiled, w = _tiled(x, config), jnp.asarray(w)
 
     def slab(operands):
         tile, expert = operands

@@ -30,7 +30,7 @@ def _gather_rows(x: jax.Array, plan: DispatchPlan) -> jax.Array:
     routed = jnp.arange(plan.token.shape[0], dtype=jnp.int32) < jnp.sum(
         plan.group_sizes
     )
-    rows = x.at[plan.token].get(mode="promise_in_bounds")
+    rows = jnp.asarray(x).at[plan.token].get(mode="promise_in_bounds")
     return jnp.where(routed[:, None], rows, jnp.zeros((), x.dtype))
 
 
@@ -38,8 +38,8 @@ def _slot_rows(y: jax.Array, plan: DispatchPlan, slot: int) -> jax.Array:
     """f32[T, D]: the row of one slot of each token, 0 where it is not routed."""
     row = plan.row[:, slot]
     routed = row < jnp.sum(plan.group_sizes)
-    rows = y.at[row].get(mode="promise_in_bounds").astype(jnp.float32)
-    return jnp.where(routed[:, None], rows, 0.0)
+    rows = jnp.asarray(y).at[row].get(mode="promise_in_bounds")
+    return jnp.where(routed[:, None], rows.astype(jnp.float32), 0.0)
 
 
 @jax.custom_vjp

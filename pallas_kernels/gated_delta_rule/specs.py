@@ -1,0 +1,225 @@
+"""Sizes at which `gated_delta_rule` is tested and measured, and its benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+
+if TYPE_CHECKING:
+    from pallas_kernels._common.bench import Case
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One use of the op.
+
+    Attributes:
+      name: where it comes from.
+      tag: "ci" (CPU), "model" (tests on the card) or "perf" (measured).
+      batch, time, key_heads, value_heads, key_dim, value_dim: B, T, Hk, Hv, K, V.
+      documents: documents per row, of lengths that don't divide into chunks.
+      keys: "random", "correlated" (cosine 0.9) or "identical".
+      chunk: tokens per chunk.
+    """
+
+    name: str
+    tag: str
+    batch: int
+    time: int
+    key_heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    documents: int = 1
+    keys: str = "random"
+    chunk: int = 64
+
+    def arguments(self, key: jax.Array) -> tuple[jax.Array, ...]:
+        """q, k, v, g, beta, is_first, initial_state, do, d_state."""
+        keys = jax.random.split(key, 9)
+        heads = (self.batch, self.time, self.value_heads)
+        qk = (self.batch, self.time, self.key_heads, self.key_dim)
+        q, k = (jax.random.normal(keys[i], qk) for i in (0, 1))
+        shared = {"random": 0.0, "correlated": 3.0, "identical": 1e6}[self.keys]
+        k = k + shared * jax.random.normal(keys[2], (1, 1, self.key_heads, qk[3]))
+        q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        v, do = (
+            jax.random.normal(keys[i], (*heads, self.value_dim)).astype(self.dtype)
+            for i in (3, 4)
+        )
+        # A quarter of the heads never forgets: errors of the state show there.
+        g = jax.nn.log_sigmoid(jax.random.normal(keys[5], heads)) / 16
+        slow = jnp.arange(self.value_heads) % 4 == 0
+        g = jnp.where(slow[None, None], 0.0, g)
+        beta = jax.nn.sigmoid(jax.random.normal(keys[6], heads))
+        border = self.time // self.documents + 1
+        is_first = jnp.arange(self.time) % border == border - 1
+        is_first = jnp.broadcast_to(is_first[None], heads[:2])
+        shape = (self.batch, self.value_heads, self.value_dim, self.key_dim)
+        state, d_state = (jax.random.normal(keys[i], shape) for i in (7, 8))
+        q, k = q.astype(self.dtype), k.astype(self.dtype)
+        return q, k, v, g, beta, is_first, state, do, d_state
+
+
+SPECS = (
+    *(
+        Spec(
+            name=f"ci_t{time}_rep{rep}",
+            tag="ci",
+            batch=2,
+            time=time,
+            key_heads=2,
+            value_heads=2 * rep,
+            key_dim=16,
+            value_dim=24,
+            dtype="float32",
+            documents=documents,
+            keys=keys,
+        )
+        for time, rep, documents, keys in (
+            (1, 1, 1, "random"),
+            (15, 2, 1, "identical"),
+            (63, 3, 4, "random"),
+            (64, 4, 1, "correlated"),
+            (65, 1, 2, "random"),
+            (130, 2, 3, "correlated"),
+        )
+    ),
+    Spec(
+        name="ci_bf16",
+        tag="ci",
+        batch=1,
+        time=130,
+        key_heads=1,
+        value_heads=2,
+        key_dim=32,
+        value_dim=32,
+        documents=2,
+    ),
+    # Qwen3-Next-80B-A3B: 16 key heads and 32 value heads of 128.
+    Spec(
+        name="qwen3_next", tag="model", batch=2, time=1024, key_heads=16, value_heads=32
+    ),
+    Spec(
+        name="qwen3_next_packed",
+        tag="model",
+        batch=1,
+        time=2048,
+        key_heads=16,
+        value_heads=32,
+        documents=5,
+    ),
+    *(
+        Spec(
+            name="qwen3_next",
+            tag="perf",
+            batch=batch,
+            time=time,
+            key_heads=16,
+            value_heads=32,
+        )
+        for batch, time in ((1, 8192), (4, 8192), (8, 2048), (1, 32768))
+    ),
+    Spec(
+        name="qwen3_next_packed",
+        tag="perf",
+        batch=1,
+        time=32768,
+        key_heads=16,
+        value_heads=32,
+        documents=8,
+    ),
+    Spec(
+        name="hybrid_125m", tag="perf", batch=8, time=4096, key_heads=8, value_heads=16
+    ),
+)
+
+
+def specs(tag: str) -> Iterator[Spec]:
+    """The specs with a tag."""
+    return (spec for spec in SPECS if spec.tag == tag)
+
+
+def run(spec: Spec, op: Callable[..., Any], backward: bool) -> Callable[..., Any]:
+    """`op` as a function of `spec.arguments`: (o, state), or those and gradients."""
+
+    def forward(q, k, v, g, beta, state, is_first):
+        return op(q, k, v, g, beta, is_first=is_first, initial_state=state)
+
+    def only_forward(q, k, v, g, beta, is_first, state, do, d_state):
+        del do, d_state
+        return forward(q, k, v, g, beta, state, is_first)
+
+    def both(q, k, v, g, beta, is_first, state, do, d_state):
+        op = functools.partial(forward, is_first=is_first)
+        results, pull = jax.vjp(op, q, k, v, g, beta, state)
+        return (*results, *pull((do, d_state)))
+
+    return both if backward else only_forward
+
+
+def minimal_bytes(spec: Spec, backward: bool) -> int:
+    """Bytes that must cross device memory: each tensor once each way."""
+    tokens = spec.batch * spec.time
+    item = jnp.dtype(spec.dtype).itemsize
+    qk = 2 * spec.key_heads * spec.key_dim * item
+    value = spec.value_heads * spec.value_dim * item
+    gates = 2 * spec.value_heads * 4
+    forward = qk + 2 * value + gates
+    # Backward: the inputs and do again, the gradients of the inputs out.
+    return tokens * (forward + (2 * (qk + value + gates) + value if backward else 0))
+
+
+def minimal_flops(spec: Spec, backward: bool) -> int:
+    """Operations of the chunked form, inverse not counted (README.md)."""
+    size, key, value = spec.chunk, spec.key_dim, spec.value_dim
+    per_chunk = 2 * (3 * size * key * value + 2 * size * size * (key + value))
+    chunks = spec.batch * spec.value_heads * -(-spec.time // size)
+    return chunks * per_chunk * (4 if backward else 1)
+
+
+def bench_cases(tag: str) -> Iterator[Case]:
+    """What `python -m pallas_kernels.bench gated_delta_rule` measures."""
+    for spec in specs(tag):
+        for backward in (False, True):
+            yield _case(spec, backward)
+
+
+def _case(spec: Spec, backward: bool) -> Case:
+    # Imported here: the tests read this file for its sizes alone.
+    from pallas_kernels._common.bench import Case
+    from pallas_kernels.gated_delta_rule import api
+
+    def implementation(name: Any) -> Callable[..., Any]:
+        op = functools.partial(
+            api.gated_delta_rule, implementation=name, chunk_size=spec.chunk
+        )
+        return run(spec, op, backward)
+
+    def picked() -> str:
+        arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
+        choice = api.choose(*arguments[:5], chunk_size=spec.chunk)
+        return str(choice.config or choice.implementation)
+
+    size = f"{spec.batch}x{spec.time}"
+    heads = f"Hk{spec.key_heads} Hv{spec.value_heads} K{spec.key_dim} V{spec.value_dim}"
+    return Case(
+        workload=f"{spec.name} {size} {heads} {'fwd+bwd' if backward else 'fwd'}",
+        dtype=spec.dtype,
+        arguments=spec.arguments,
+        implementation=implementation,
+        reference=implementation("reference"),
+        picked=picked,
+        bytes=minimal_bytes(spec, backward),
+        flops=minimal_flops(spec, backward),
+        peers={"xla": lambda: (implementation("xla"), jax.__version__)},
+        # Tolerances of fla's own tests: 5e-3 forward, 2e-2 for the gates' gradients.
+        rel=2e-2 if backward else 8e-3,
+    )
