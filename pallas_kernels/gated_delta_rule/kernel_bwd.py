@@ -46,8 +46,7 @@ def _chunk_bwd_kernel(
     scale,
 ):
     def carry_state(item, warpgroup):
-        row = lax.div(item, jnp.int32(shapes.value_heads))
-        head = lax.rem(item, jnp.int32(shapes.value_heads))
+        row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
         dv_out, state_out = (staging[x].at[warpgroup] for x in ("dv", "d_states"))
 
@@ -62,14 +61,15 @@ def _chunk_bwd_kernel(
             d_written = tc.mma((at_exit, k.T)) * tc.per_column(leave, shape)
             do = ring["do"].at[slot, :, half].T
             plgpu.barrier_wait(ring["mixed"].at[slot])
-            d_written = tc.mma((do, ring["scores"].at[slot]), init=d_written)
+            across = gates[Gate.ENTER, CHUNK - 1]
+            d_written, d_state = tc.mma_onto(
+                (d_written, (do, ring["scores"].at[slot])),
+                (d_state * across, (do, ring["q"].at[slot])),
+            )
             dv = tc.mma((d_written.astype(shapes.dtype), ring["weights"].at[slot]))
             enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
             d_known = (-dv * tc.per_column(enter, shape)).astype(shapes.dtype)
-            across = gates[Gate.ENTER, CHUNK - 1]
-            d_state = tc.mma(
-                (do, ring["q"].at[slot]), (d_known, k), init=d_state * across
-            )
+            d_state = tc.mma((d_known, k), init=d_state)
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring["free"].at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -84,8 +84,7 @@ def feed(
       item: row * Hv + value head.
       reverse: whether the last chunk comes first.
     """
-    row = lax.div(item, jnp.int32(shapes.value_heads))
-    head = lax.rem(item, jnp.int32(shapes.value_heads))
+    row, head = tc.split_index(item, shapes.value_heads)
     key_head = lax.div(head, jnp.int32(shapes.group))
 
     def step(i, carry):
@@ -155,7 +154,8 @@ def _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit):
     """Warpgroup that carries 64 rows of S^T; returns them after the last chunk.
 
     Args:
-      emit: called in each chunk with (i, S^T at entry in 16 bits, O^T or `None`).
+      emit: called in each chunk with i, S^T at entry in 16 bits and O^T if there are
+        scores.
     """
     half = pl.ds(warpgroup * HALF, HALF)
     with_scores = "scores" in ring
@@ -175,18 +175,18 @@ def _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit):
         plgpu.barrier_wait(ring["mixed"].at[slot])
         weights = ring["weights"].at[slot].T
         written = tc.mma((ring["v"].at[slot, :, half].T, weights), (missing, weights))
-        out = None
-        if with_scores:
-            entering = read[0] * tc.per_column(enter * scale, shape)
-            scores = ring["scores"].at[slot].T
-            out = tc.mma((written.astype(shapes.dtype), scores), init=entering)
         leave = tc.load(gates.at[Gate.LEAVE], tc.PER_COLUMN)
         left = (written * tc.per_column(leave, shape)).astype(shapes.dtype)
         across = gates[Gate.ENTER, CHUNK - 1]
-        state = tc.mma((left, k), init=state * across)
+        sums = [(state * across, (left, k))]
+        if with_scores:
+            entering = read[0] * tc.per_column(enter * scale, shape)
+            scores = ring["scores"].at[slot].T
+            sums.append((entering, (written.astype(shapes.dtype), scores)))
+        state, *out = tc.mma_onto(*sums)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring["free"].at[slot])
-        emit(i, entry, out)
+        emit(i, entry, *out)
         return state
 
     return lax.fori_loop(
@@ -200,8 +200,7 @@ def _chunk_fwd_kernel(
     """Writes O and the final state; `sources` has q, k, v, inverse and gates."""
 
     def carry_state(item, warpgroup):
-        row = lax.div(item, jnp.int32(shapes.value_heads))
-        head = lax.rem(item, jnp.int32(shapes.value_heads))
+        row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
 
         def emit(i, entry, out):
@@ -227,8 +226,7 @@ def _chunk_states_kernel(sources, initial_ref, states_ref, *, ring, staging, sha
     def carry_state(item, warpgroup):
         half = pl.ds(warpgroup * HALF, HALF)
 
-        def emit(i, entry, out):
-            del out
+        def emit(i, entry):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staging[warpgroup] = entry
             plgpu.commit_smem()

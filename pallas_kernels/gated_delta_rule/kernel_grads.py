@@ -51,6 +51,10 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
 
 
 WARPGROUPS = 2
+OPERANDS = (
+    *("q", "k", "v", "do", "dv", "written", "d_written", "states", "d_states"),
+    *("inverse", "d_inverse", "weights", "scores"),
+)
 REDUCTION_BYTES = 8192
 # Rows of the table of per-token sums that warpgroups hand each other: "dtotal" and
 # "exit" have one for each of them.
@@ -62,6 +66,22 @@ def _meet(barrier: Any) -> None:
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def _slot(smem: dict[str, Any], slot: Any) -> dict[str, Any]:
+    """The operands at a slot of their leading axis of size 1; the rest as it is."""
+    return {
+        name: ref.at[slot] if name in OPERANDS else ref for name, ref in smem.items()
+    }
+
+
+def _unknown_zero(gates: Any) -> jax.Array:
+    """Zero, without the compiler knowing it.
+
+    Addresses that depend on it are computed where they are used. Known ones would all
+    be computed before the loop over heads, and fill the registers it needs.
+    """
+    return (gates[Gate.ENTER, CHUNK - 1] < 0).astype(jnp.int32)
 
 
 def _fetch_head(sources, smem, barrier, tokens, head, item, chunk):
@@ -201,8 +221,9 @@ def _combine(smem, outputs, tokens, key_head, warpgroup, dq, dk):
     half = pl.ds(warpgroup * HALF, HALF)
     q, k = smem["q"].at[:, half], smem["k"].at[:, half]
     d_scores, d_kk = smem["scores"], smem["weights"]
-    dq = tc.mma((d_scores, k), init=dq)
-    dk = tc.mma((d_scores.T, q), (d_kk, k), (d_kk.T, k), init=dk)
+    dq, dk = tc.mma_onto(
+        (dq, (d_scores, k)), (dk, (d_scores.T, q), (d_kk, k), (d_kk.T, k))
+    )
     for place, value in (("v", dq), ("do", dk)):
         smem[place].at[:, half][...] = value.astype(smem[place].dtype)
     _meet(smem["met"])
@@ -212,32 +233,36 @@ def _combine(smem, outputs, tokens, key_head, warpgroup, dq, dk):
 
 
 def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float):
-    block, key_head = lax.axis_index("chunk"), lax.axis_index("key_head")
-    row = lax.div(block, jnp.int32(shapes.chunks))
-    chunk = lax.rem(block, jnp.int32(shapes.chunks))
+    block, key_head = tc.split_index(lax.axis_index("block"), shapes.key_heads)
+    row, chunk = tc.split_index(block, shapes.chunks)
     tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
     index = tc.square_indices(CHUNK)
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
+    place, outside = smem, _slot(smem, 0)
 
     def head_of(member):
         head = key_head * shapes.group + member
         return head, row * shapes.value_heads + head
 
     def fetch(member):
-        _fetch_head(sources, smem, smem["arrived"], tokens, *head_of(member), chunk)
+        at = head_of(member)
+        _fetch_head(sources, outside, smem["arrived"], tokens, *at, chunk)
 
     def first_warpgroup():
         for name in ("q", "k"):
             plgpu.copy_gmem_to_smem(
-                sources[name].at[tokens, key_head], smem[name], smem["keys_arrived"]
+                sources[name].at[tokens, key_head],
+                outside[name],
+                smem["keys_arrived"],
             )
         fetch(jnp.int32(0))
-        plgpu.barrier_wait(smem["keys_arrived"])
+        plgpu.barrier_wait(place["keys_arrived"])
 
         def value_head(member, carry):
             dq, dk, d_scores = carry
-            plgpu.barrier_wait(smem["arrived"])
-            gates = smem["gates"]
+            plgpu.barrier_wait(place["arrived"])
+            gates = place["gates"]
+            smem = _slot(place, _unknown_zero(gates))
             from_exit = _write_missing(smem, pl.ds(0, HALF))
             # Multiplied again for each head: registers are scarcer than products.
             qk = tc.mma((smem["q"], smem["k"].T))
@@ -263,17 +288,18 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
         dq, dk, d_scores = lax.fori_loop(
             0, shapes.group, value_head, (zeros, zeros, zeros)
         )
-        smem["scores"][...] = d_scores.astype(shapes.dtype)
-        _meet(smem["met"])
-        _combine(smem, outputs, tokens, key_head, 0, dq, dk)
+        outside["scores"][...] = d_scores.astype(shapes.dtype)
+        _meet(place["met"])
+        _combine(outside, outputs, tokens, key_head, 0, dq, dk)
 
     def second_warpgroup():
-        plgpu.barrier_wait(smem["keys_arrived"])
+        plgpu.barrier_wait(place["keys_arrived"])
 
         def value_head(member, carry):
             dq, dk, d_kk = carry
-            plgpu.barrier_wait(smem["arrived"])
-            gates = smem["gates"]
+            plgpu.barrier_wait(place["arrived"])
+            gates = place["gates"]
+            smem = _slot(place, _unknown_zero(gates))
             from_exit = _write_missing(smem, pl.ds(HALF, HALF))
             beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
             inverse = tc.load(smem["inverse"]).astype(jnp.float32)
@@ -290,9 +316,9 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
             return dq, dk, d_kk
 
         dq, dk, d_kk = lax.fori_loop(0, shapes.group, value_head, (zeros, zeros, zeros))
-        smem["weights"][...] = d_kk.astype(shapes.dtype)
-        _meet(smem["met"])
-        _combine(smem, outputs, tokens, key_head, 1, dq, dk)
+        outside["weights"][...] = d_kk.astype(shapes.dtype)
+        _meet(place["met"])
+        _combine(outside, outputs, tokens, key_head, 1, dq, dk)
 
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup == 0)(first_warpgroup)
@@ -301,10 +327,10 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
 
 def _scratch(shapes: Shapes) -> dict[str, Any]:
     dtype = shapes.dtype
-    keys = tc.operand(CHUNK, shapes.key_dim, dtype=dtype)
-    values = tc.operand(CHUNK, shapes.value_dim, dtype=dtype)
-    states = tc.operand(shapes.value_dim, shapes.key_dim, dtype=dtype)
-    square = tc.operand(*SQUARE, dtype=dtype)
+    keys = tc.operand(1, CHUNK, shapes.key_dim, dtype=dtype)
+    values = tc.operand(1, CHUNK, shapes.value_dim, dtype=dtype)
+    states = tc.operand(1, shapes.value_dim, shapes.key_dim, dtype=dtype)
+    square = tc.operand(1, *SQUARE, dtype=dtype)
     return {
         "q": keys,
         "k": keys,
@@ -361,8 +387,8 @@ def chunk_grads(
     results = plgpu.kernel(
         body,
         out_type=tuple(out_type.values()),
-        grid=(shapes.batch * shapes.chunks, shapes.key_heads),
-        grid_names=("chunk", "key_head"),
+        grid=(shapes.batch * shapes.chunks * shapes.key_heads,),
+        grid_names=("block",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=scratch,

@@ -1,10 +1,12 @@
 """Mosaic GPU kernel that prepares chunks: decay factors and the 64 x 64 inverse.
 
-One block has one chunk of one key head. It multiplies K K^T once for all value heads
-that read the key head, then inverts I + strictLower(diag(beta) K K^T) for each by
-recursive doubling: with X_b the inverse of the diagonal blocks of size b,
+One block has one chunk of one value head and inverts I + strictLower(diag(beta) K K^T)
+by recursive doubling: with X_b the inverse of the diagonal blocks of size b,
 
     X_2b = X_b - (X_b L X_b restricted to the lower left quarter of each 2b-block).
+
+Value heads of one key head share K K^T, but multiplying it again (2 of 12 products)
+costs less than the registers that a loop over the heads takes from other blocks.
 
 The products are full 64 x 64 ones; X_b is block diagonal, so masking them afterwards
 is exact. Operands are f16, whose 11 bits serve entries of about 1 better than bf16.
@@ -62,9 +64,11 @@ def _unit_lower_inverse(lower, index, lower_smem, block_smem):
     """(I + lower)^-1 for a strictly lower triangular f32[C, C] in registers."""
     row, column = index
     lower_smem[...] = lower.astype(jnp.float16)
+    # The highest bit in which row and column differ names the quarter of the blocks
+    # that an element below the diagonal lies in: the one of 2b-blocks from b to 2b.
+    differ = jnp.where(row > column, row ^ column, 0)
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    pair = (row // 2 == column // 2) & (row > column)
-    inverse = jnp.where(row == column, 1.0, jnp.where(pair, -lower, 0.0))
+    inverse = jnp.where(row == column, 1.0, jnp.where(differ == 1, -lower, 0.0))
     size = 2
     while size < CHUNK:
         blocks = inverse.astype(jnp.float16)
@@ -72,9 +76,7 @@ def _unit_lower_inverse(lower, index, lower_smem, block_smem):
         plgpu.commit_smem()
         left = tc.mma((blocks, lower_smem)).astype(jnp.float16)
         both = tc.mma((left, block_smem))
-        quarter = (row // (2 * size) == column // (2 * size)) & (
-            row // size > column // size
-        )
+        quarter = (differ >= size) & (differ < 2 * size)
         inverse = jnp.where(quarter, -both, inverse)
         size *= 2
     return inverse
@@ -95,38 +97,34 @@ def _prepare_kernel(
     *,
     shapes: Shapes,
 ):
-    block, key_head = lax.axis_index("chunk"), lax.axis_index("key_head")
-    row = lax.div(block, jnp.int32(shapes.chunks))
-    chunk = lax.rem(block, jnp.int32(shapes.chunks))
+    # Heads vary fastest, so that those of one key head find its keys in the cache.
+    block, head = tc.split_index(lax.axis_index("block"), shapes.value_heads)
+    row, chunk = tc.split_index(block, shapes.chunks)
+    item = row * shapes.value_heads + head
     tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
+    key_head = lax.div(head, jnp.int32(shapes.group))
     plgpu.copy_gmem_to_smem(k_ref.at[tokens, key_head], k_smem, arrived)
     index = tc.square_indices(CHUNK)
-    last_start = start_ref[row, chunk * CHUNK + (CHUNK - 1)]
+    beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
+    total, enter, leave, start = _decay_rows(
+        g_ref.at[item, inside],
+        start_ref.at[row, inside],
+        start_ref[row, chunk * CHUNK + (CHUNK - 1)],
+        index,
+    )
+    gates = gates_ref.at[item, chunk]
+    gates.at[Gate.TOTAL][...] = total
+    gates.at[Gate.ENTER][...] = enter
+    gates.at[Gate.LEAVE][...] = leave
+    gates.at[Gate.BETA][...] = beta
+    gates.at[Gate.START][...] = start
     plgpu.barrier_wait(arrived)
-    kk = tc.mma((k_smem, k_smem.T))
-
-    def value_head(member, carry):
-        head = key_head * shapes.group + member
-        item = row * shapes.value_heads + head
-        beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
-        total, enter, leave, start = _decay_rows(
-            g_ref.at[item, inside], start_ref.at[row, inside], last_start, index
-        )
-        gates = gates_ref.at[item, chunk]
-        gates.at[Gate.TOTAL][...] = total
-        gates.at[Gate.ENTER][...] = enter
-        gates.at[Gate.LEAVE][...] = leave
-        gates.at[Gate.BETA][...] = beta
-        gates.at[Gate.START][...] = start
-        lower = jnp.where(index[0] > index[1], kk * tc.per_row(beta, SQUARE), 0.0)
-        inverse = _unit_lower_inverse(lower, index, lower_smem, block_smem)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem[...] = inverse.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, inverse_ref.at[tokens, head])
-        return carry
-
-    lax.fori_loop(0, shapes.group, value_head, None)
+    lower = tc.mma((k_smem, k_smem.T)) * tc.per_row(beta, SQUARE)
+    lower = jnp.where(index[0] > index[1], lower, 0.0)
+    inverse = _unit_lower_inverse(lower, index, lower_smem, block_smem)
+    out_smem[...] = inverse.astype(out_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, inverse_ref.at[tokens, head])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -166,8 +164,8 @@ def prepare(
                 (shapes.items, shapes.chunks, len(Gate), CHUNK), jnp.float32
             ),
         ),
-        grid=(shapes.batch * shapes.chunks, shapes.key_heads),
-        grid_names=("chunk", "key_head"),
+        grid=(shapes.items * shapes.chunks,),
+        grid_names=("block",),
         scratch_types=scratch,
         kernel_name="pk_gdn_prepare",
         compiler_params=tc.params(),

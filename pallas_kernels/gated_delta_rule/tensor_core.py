@@ -79,19 +79,15 @@ def mma(*pairs: tuple[Operand, Operand], init: jax.Array | None = None) -> jax.A
     Returns:
       f32[64, N2].
     """
+    if init is not None:
+        return mma_onto((init, *pairs))[0]
     # The interpreter knows neither operands in registers nor initial values.
     if interpret.is_interpreting():
-        return _sum_of_products(pairs, init)
-
-    def issue(acc):
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
-
-    if init is not None:
-        return pl.run_state(issue)(plgpu.ACC.init(init))
+        return _sum_of_products(pairs, None)
 
     def scoped(acc):
-        issue(acc)
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
         return acc[...]
 
     return pl.run_scoped(scoped, plgpu.ACC(_shape(pairs[0]), jnp.float32))
@@ -109,6 +105,26 @@ def mma_each(*pairs: tuple[Operand, Operand]) -> list[jax.Array]:
 
     accs = [plgpu.ACC(_shape(pair), jnp.float32) for pair in pairs]
     return pl.run_scoped(scoped, *accs)
+
+
+def mma_onto(*terms: Any) -> list[jax.Array]:
+    """Several sums as `mma` makes them, in flight together.
+
+    Args:
+      *terms: (init f32[64, N2], pair, ...), init and pairs as for `mma`.
+
+    Returns:
+      f32[64, N2] for each term.
+    """
+    if interpret.is_interpreting():
+        return [_sum_of_products(pairs, init) for init, *pairs in terms]
+
+    def issue(accs):
+        for acc, (_, *pairs) in zip(accs, terms, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc, a, b)
+
+    return list(pl.run_state(issue)(tuple(plgpu.ACC.init(t[0]) for t in terms)))
 
 
 def _shape(pair: tuple[Operand, Operand]) -> tuple[int, int]:
@@ -138,6 +154,11 @@ def load_global(ref: Any, layout: Any = ROWS) -> jax.Array:
 def store_transposed(ref: Any, value: jax.Array) -> None:
     """Writes a [M, N] value into shared memory [N, M]."""
     ref.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def split_index(index: jax.Array, inner: int) -> tuple[jax.Array, jax.Array]:
+    """The outer and the inner index of a grid index, which has one axis of any size."""
+    return lax.div(index, jnp.int32(inner)), lax.rem(index, jnp.int32(inner))
 
 
 def square_indices(size: int) -> tuple[jax.Array, jax.Array]:
