@@ -1,8 +1,12 @@
 """Mosaic GPU kernel that carries the gradient of the state back through the chunks.
 
-The mirror of `kernel_fwd`: the same four warpgroups, the same ring fed from the last
-chunk to the first, dS^T [V, K] in f32 registers of two of them. With dS the gradient
-of the state at a chunk's exit, and P, R as in `kernel_fwd`:
+Half of its blocks compute the states at chunk entries again (`write_states` in
+`kernel_fwd`). They need nothing of the other half, so together they fill a card that
+either of them would leave idle when rows and heads are few.
+
+The other half mirrors `kernel_fwd`: the same four warpgroups, the same ring fed from
+the last chunk to the first, dS^T [V, K] in f32 registers of two of them. With dS the
+gradient of the state at a chunk's exit, and P, R as in `kernel_fwd`:
 
     dD^T = (dS^T K^T) diag(leave) + dO^T P
     dV^T = dD^T R
@@ -30,10 +34,15 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     Gate,
     Shapes,
 )
-from pallas_kernels.gated_delta_rule.kernel_fwd import launch, start_warpgroups
+from pallas_kernels.gated_delta_rule.kernel_fwd import (
+    launch,
+    ring_scratch,
+    start_warpgroups,
+    write_states,
+)
 
 
-def _chunk_bwd_kernel(
+def _carry_gradient(
     sources,
     d_last_ref,
     dv_ref,
@@ -44,8 +53,9 @@ def _chunk_bwd_kernel(
     staging,
     shapes,
     scale,
+    item,
 ):
-    def carry_state(item, warpgroup):
+    def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
         dv_out, state_out = (staging[x].at[warpgroup] for x in ("dv", "d_states"))
@@ -86,42 +96,103 @@ def _chunk_bwd_kernel(
         d_initial_ref.at[item, half][...] = d_state
         plgpu.wait_smem_to_gmem(0)
 
-    start_warpgroups(shapes, scale, sources, ring, carry_state, reverse=True)
+    start_warpgroups(shapes, scale, sources, ring, item, carry_state, reverse=True)
+
+
+def _chunk_bwd_kernel(
+    sources,
+    initial_ref,
+    d_last_ref,
+    states_ref,
+    dv_ref,
+    d_states_ref,
+    d_initial_ref,
+    *,
+    ring,
+    staging,
+    states_full,
+    shapes,
+    scale,
+):
+    block = lax.axis_index("item")
+
+    def some(*names):
+        return {name: sources[name] for name in (*names, "inverse", "gates")}
+
+    @pl.when(block < shapes.items)
+    def _():
+        _carry_gradient(
+            some("q", "k", "do"),
+            d_last_ref,
+            dv_ref,
+            d_states_ref,
+            d_initial_ref,
+            ring=ring,
+            staging=staging,
+            shapes=shapes,
+            scale=scale,
+            item=block,
+        )
+
+    @pl.when(block >= shapes.items)
+    def _():
+        # The same memory; fewer copies arrive.
+        names = ("k", "inverse", "gates", "weights", "mixed", "free")
+        states_ring = {name: ring[name] for name in names}
+        write_states(
+            some("k", "v"),
+            initial_ref,
+            states_ref,
+            ring=states_ring | {"v": ring["do"], "full": states_full},
+            staging=staging["d_states"],
+            shapes=shapes,
+            item=block - shapes.items,
+        )
 
 
 def chunk_bwd(
     shapes: Shapes,
     scale: float,
     sources: dict[str, jax.Array],
+    initial_state: jax.Array,
     d_last: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the chunks in reverse order.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Runs the chunks in order for the states, in reverse for their gradients.
 
     Args:
       shapes: sizes of the call.
       scale: factor on the output.
-      sources: q, k [B T, Hk, K], do [B T, Hv, V], and inverse, gates as
+      sources: q, k [B T, Hk, K], v, do [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
+      initial_state: f32[B Hv, V, K].
       d_last: f32[B Hv, V, K], gradient of the final state.
 
     Returns:
-      dv [B T, Hv, V] and d_states [B Hv, T / C, V, K] of v's dtype, the latter the
-      gradient of the state at the exit of each chunk; d_initial f32[B Hv, V, K].
+      states [B Hv, T / C, V, K], dv [B T, Hv, V] and d_states like states, of v's
+      dtype: the state at the entry of each chunk, and the gradient of that at its
+      exit; d_initial f32[B Hv, V, K].
     """
     items, value_dim, key_dim = d_last.shape
     operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
+    states = jax.ShapeDtypeStruct(
+        (items, shapes.chunks, value_dim, key_dim), shapes.dtype
+    )
+    names = ("q", "k", "do", "inverse", "gates")
     return launch(
         functools.partial(_chunk_bwd_kernel, shapes=shapes, scale=scale),
         "pk_gdn_bwd",
-        shapes,
         sources,
-        d_last,
+        (initial_state, d_last),
+        blocks=2 * shapes.items,
         out_type=(
+            states,
             jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype),
-            jax.ShapeDtypeStruct(
-                (items, shapes.chunks, value_dim, key_dim), shapes.dtype
-            ),
+            states,
             jax.ShapeDtypeStruct(d_last.shape, jnp.float32),
         ),
-        staging={"dv": operand(CHUNK, HALF), "d_states": operand(HALF, key_dim)},
+        scratch={
+            "ring": ring_scratch(shapes, names),
+            "staging": {"dv": operand(CHUNK, HALF), "d_states": operand(HALF, key_dim)},
+            "states_full": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+        },
     )

@@ -17,7 +17,7 @@ document, and a fourth one feeds a ring of chunks with TMA. Per chunk:
 
 `enter`, `leave` and `across` are zero where a document begins or ends inside the
 chunk, so documents may begin anywhere. The same body without O, writing S at each
-chunk's entry, is the first step of the backward pass.
+chunk's entry, is part of the backward pass.
 """
 
 from __future__ import annotations
@@ -198,8 +198,9 @@ def _chunk_fwd_kernel(
     sources, initial_ref, out_ref, last_ref, *, ring, staging, shapes, scale
 ):
     """Writes O and the final state; `sources` has q, k, v, inverse and gates."""
+    item = lax.axis_index("item")
 
-    def carry_state(item, warpgroup):
+    def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
 
@@ -217,13 +218,32 @@ def _chunk_fwd_kernel(
         last_ref.at[item, half][...] = state
         plgpu.wait_smem_to_gmem(0)
 
-    start_warpgroups(shapes, scale, sources, ring, carry_state)
+    start_warpgroups(shapes, scale, sources, ring, item, carry_state)
 
 
-def _chunk_states_kernel(sources, initial_ref, states_ref, *, ring, staging, shapes):
-    """Writes S at the entry of each chunk; `sources` has no q."""
+def write_states(
+    sources: dict[str, Any],
+    initial_ref: Any,
+    states_ref: Any,
+    *,
+    ring: dict[str, Any],
+    staging: Any,
+    shapes: Shapes,
+    item: jax.Array,
+) -> None:
+    """Writes S at the entry of each chunk, in one block.
 
-    def carry_state(item, warpgroup):
+    Args:
+      sources: k, v, inverse and gates, as for `feed`.
+      initial_ref: f32[B Hv, V, K] in device memory.
+      states_ref: [B Hv, T / C, V, K] in device memory.
+      ring: as `ring_scratch` makes it.
+      staging: shared memory [STATE_WARPGROUPS, HALF, K].
+      shapes: sizes of the call.
+      item: row * Hv + value head.
+    """
+
+    def carry_state(warpgroup):
         half = pl.ds(warpgroup * HALF, HALF)
 
         def emit(i, entry):
@@ -235,7 +255,7 @@ def _chunk_states_kernel(sources, initial_ref, states_ref, *, ring, staging, sha
         _state_pass(shapes, 1.0, ring, initial_ref, item, warpgroup, emit)
         plgpu.wait_smem_to_gmem(0)
 
-    start_warpgroups(shapes, 1.0, sources, ring, carry_state)
+    start_warpgroups(shapes, 1.0, sources, ring, item, carry_state)
 
 
 def start_warpgroups(
@@ -243,18 +263,19 @@ def start_warpgroups(
     scale: float,
     sources: dict[str, Any],
     ring: dict[str, Any],
-    carry_state: Callable[[jax.Array, jax.Array], None],
+    item: jax.Array,
+    carry_state: Callable[[jax.Array], None],
     *,
     reverse: bool = False,
 ) -> None:
     """Gives each warpgroup of a block its part.
 
     Args:
-      shapes, scale, sources, ring, reverse: as for `feed` and `mix`; in reverse the
-        queries are weighed.
-      carry_state: called as (item, warpgroup) in those that hold the state.
+      shapes, scale, sources, ring, item, reverse: as for `feed` and `mix`; in reverse
+        the queries are weighed.
+      carry_state: called with their index in the warpgroups that hold the state.
     """
-    item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
+    warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == Warpgroup.COPY)
     def _():
@@ -269,7 +290,7 @@ def start_warpgroups(
     @pl.when(warpgroup < STATE_WARPGROUPS)
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        carry_state(item, warpgroup)
+        carry_state(warpgroup)
 
 
 def ring_scratch(shapes: Shapes, names: Sequence[str]) -> dict[str, Any]:
@@ -316,67 +337,44 @@ def chunk_fwd(
     return launch(
         functools.partial(_chunk_fwd_kernel, shapes=shapes, scale=scale),
         "pk_gdn_fwd",
-        shapes,
         sources,
-        initial_state,
+        (initial_state,),
+        blocks=shapes.items,
         out_type=(
             jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype),
             jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
         ),
-        staging=tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
+        scratch={
+            "ring": ring_scratch(shapes, tuple(sources)),
+            "staging": tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
+        },
     )
-
-
-def chunk_states(
-    shapes: Shapes, sources: dict[str, jax.Array], initial_state: jax.Array
-) -> jax.Array:
-    """The state at the entry of each chunk; arguments as for `chunk_fwd`, without q.
-
-    Returns:
-      [B Hv, T / C, V, K] of v's dtype.
-    """
-    items, value_dim, key_dim = initial_state.shape
-    (states,) = launch(
-        functools.partial(_chunk_states_kernel, shapes=shapes),
-        "pk_gdn_states",
-        shapes,
-        sources,
-        initial_state,
-        out_type=(
-            jax.ShapeDtypeStruct(
-                (items, shapes.chunks, value_dim, key_dim), shapes.dtype
-            ),
-        ),
-        staging=tc.operand(STATE_WARPGROUPS, HALF, key_dim, dtype=shapes.dtype),
-    )
-    return states
 
 
 def launch(
     kernel: Callable[..., None],
     name: str,
-    shapes: Shapes,
     sources: dict[str, jax.Array],
-    state: jax.Array,
+    states: tuple[jax.Array, ...],
     *,
+    blocks: int,
     out_type: tuple[jax.ShapeDtypeStruct, ...],
-    staging: Any,
+    scratch: dict[str, Any],
 ) -> Any:
-    """Runs a kernel with one block per (row, value head) and four warpgroups.
+    """Runs a kernel with one block per item and four warpgroups.
 
     Args:
-      kernel: called as kernel(sources, state, *outputs, ring=, staging=) with refs.
+      kernel: called as kernel(sources, *states, *outputs, **scratch) with refs.
       name: of the kernel in profiles.
-      shapes: sizes of the call.
-      sources: what its ring holds.
-      state: f32[B Hv, V, K], where it starts from.
+      sources: what its ring reads.
+      states: f32[B Hv, V, K] each, where it starts from.
+      blocks: how many items there are.
       out_type: its outputs.
-      staging: shared memory that outputs leave through.
+      scratch: shared memory and barriers.
 
     Returns:
       The outputs.
     """
-    scratch = {"ring": ring_scratch(shapes, tuple(sources)), "staging": staging}
     hw.check_registers(REGISTERS)
     hw.check_smem(tc.shared_bytes(scratch), name)
 
@@ -388,11 +386,11 @@ def launch(
     return plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(shapes.items,),
+        grid=(blocks,),
         grid_names=("item",),
         num_threads=len(REGISTERS),
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
         compiler_params=tc.params(),
-    )(*sources.values(), state)
+    )(*sources.values(), *states)

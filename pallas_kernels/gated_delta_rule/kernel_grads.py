@@ -3,7 +3,7 @@
 A block has one chunk of one key head and works through the value heads that read it,
 so dq and dk are summed over them in registers, in one fixed order. What carries over
 from chunk to chunk, the states S at their entry, dS at their exit and dV, was written
-by `kernel_fwd.chunk_states` and `kernel_bwd`. With A, G, P, R as there, and rows i
+by `kernel_bwd`. With A, G, P, R as there, and rows i
 and columns j of [C, C]:
 
     U = K S                      D = R W              W = V - diag(enter) U

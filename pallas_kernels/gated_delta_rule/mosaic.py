@@ -1,7 +1,7 @@
 """The gated delta rule through Mosaic GPU kernels, with their gradient.
 
-Forward: `kernel_inverse` then `kernel_fwd`. Backward: the states at chunk entries are
-computed again, `kernel_bwd` runs the chunks in reverse, `kernel_grads` does the rest.
+Forward: `kernel_inverse` then `kernel_fwd`. Backward: `kernel_bwd` computes the states
+at chunk entries again and runs the chunks in reverse, `kernel_grads` does the rest.
 Saved between the two are the inputs, the inverses and the decay factors; a
 `jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates".
 """
@@ -22,7 +22,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     Shapes,
 )
 from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd
-from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd, chunk_states
+from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
 from pallas_kernels.gated_delta_rule.kernel_grads import chunk_grads
 from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E, prepare
 
@@ -72,21 +72,19 @@ def _rule_forward(shapes: Shapes, scale: float, q, k, v, g, beta, start, state):
 def _rule_backward(shapes: Shapes, scale: float, saved: Any, cotangents: Any):
     q, k, v, g, inverse, gates, state = saved
     do, d_last = cotangents
-    chunked = {"inverse": inverse, "gates": gates}
-    sources = {"q": _flat(q), "k": _flat(k), "v": _flat(v), "do": _flat(do)}
-
-    def some(*names: str) -> dict[str, jax.Array]:
-        return {name: sources[name] for name in names} | chunked
-
-    states = chunk_states(shapes, some("k", "v"), _flat(state))
-    dv, d_states, d_initial = chunk_bwd(
-        shapes, scale, some("q", "k", "do"), _flat(d_last)
+    sources = {
+        "q": _flat(q),
+        "k": _flat(k),
+        "v": _flat(v),
+        "do": _flat(do),
+        "inverse": inverse,
+        "gates": gates,
+    }
+    states, dv, d_states, d_initial = chunk_bwd(
+        shapes, scale, sources, _flat(state), _flat(d_last)
     )
-    grads = chunk_grads(
-        shapes,
-        scale,
-        some("q", "k", "v", "do") | {"dv": dv, "states": states, "d_states": d_states},
-    )
+    between = {"dv": dv, "states": states, "d_states": d_states}
+    grads = chunk_grads(shapes, scale, sources | between)
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
     return (

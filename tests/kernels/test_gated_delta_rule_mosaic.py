@@ -235,33 +235,20 @@ def test_forward_is_the_recurrence(dtype, time, group):
     assert_all_close(got, rule(exact(args), is_first, "reference"), NAMES[:2])
 
 
-def test_states_are_those_at_chunk_entries(documents):
-    from pallas_kernels.gated_delta_rule import kernel_fwd
-
-    args, is_first = documents
-    inputs = sources(args, is_first)
-    del inputs["q"]
-    with interpreted():
-        states = jax.jit(functools.partial(kernel_fwd.chunk_states, shapes_of(args)))(
-            inputs, flat(args[5])
-        )
-    want, _ = states_between(args, is_first)
-    assert_close(states, want, rel=5e-3, block_axes=(0, 1), name="states")
-
-
-def test_state_gradient_runs_back_through_the_chunks(documents):
+def test_states_and_their_gradients_run_through_the_chunks(documents):
     from pallas_kernels.gated_delta_rule import kernel_bwd
 
     args, is_first = documents
     do, d_last = cotangents(args)
     inputs = sources(args, is_first, do=flat(do))
-    del inputs["v"]
     with interpreted():
-        dv, d_states, d_initial = jax.jit(
+        states, dv, d_states, d_initial = jax.jit(
             functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE)
-        )(inputs, flat(d_last))
+        )(inputs, flat(args[5]), flat(d_last))
     want = with_gradients(exact(args), is_first, "reference")
-    assert_close(d_states, states_between(args, is_first)[1], rel=8e-3, name="d_states")
+    want_states, want_d_states = states_between(args, is_first)
+    assert_close(states, want_states, rel=5e-3, block_axes=(0, 1), name="states")
+    assert_close(d_states, want_d_states, rel=8e-3, name="d_states")
     assert_close(dv.reshape(want[4].shape), want[4], rel=8e-3, name="dv")
     assert_close(d_initial.reshape(want[7].shape), want[7], rel=8e-3, name="dinitial")
 
@@ -402,9 +389,9 @@ def test_kernels_lower_for_the_card(group):
     assert "pk_gdn_fwd" in text
 
 
-@pytest.mark.parametrize("kernel", ["states", "bwd", "grads"])
+@pytest.mark.parametrize("kernel", ["bwd", "grads"])
 def test_gradient_kernels_lower_for_the_card(kernel):
-    from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_fwd, kernel_grads
+    from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_grads
 
     args = jax.eval_shape(lambda: arguments(time=2 * CHUNK, group=2))
     shapes = shapes_of(args)
@@ -416,34 +403,19 @@ def test_gradient_kernels_lower_for_the_card(kernel):
     keys, values = like(time, 1, HEAD_DIM), like(time, 2, HEAD_DIM)
     states = like(items, chunks, HEAD_DIM, HEAD_DIM)
     state = like(items, HEAD_DIM, HEAD_DIM, dtype=jnp.float32)
-    chunked = {
-        "inverse": like(time, 2, CHUNK),
-        "gates": like(items, chunks, len(Gate), CHUNK, dtype=jnp.float32),
-    }
-    everything = {"q": keys, "k": keys, "v": values, "do": values, "dv": values}
-    everything |= {"states": states, "d_states": states} | chunked
-
-    def pick(*names):
-        return {name: everything[name] for name in names} | chunked
-
-    fn, *inputs = {
-        "states": (
-            functools.partial(kernel_fwd.chunk_states, shapes),
-            pick("k", "v"),
-            state,
-        ),
-        "bwd": (
-            functools.partial(kernel_bwd.chunk_bwd, shapes, SCALE),
-            pick("q", "k", "do"),
-            state,
-        ),
-        "grads": (
-            functools.partial(kernel_grads.chunk_grads, shapes, SCALE),
-            everything,
-        ),
-    }[kernel]
+    inputs = {"q": keys, "k": keys, "v": values, "do": values}
+    inputs["inverse"] = like(time, 2, CHUNK)
+    inputs["gates"] = like(items, chunks, len(Gate), CHUNK, dtype=jnp.float32)
+    if kernel == "bwd":
+        fn = functools.partial(kernel_bwd.chunk_bwd, shapes, SCALE)
+        operands = (inputs, state, state)
+    else:
+        fn = functools.partial(kernel_grads.chunk_grads, shapes, SCALE)
+        more = {"dv": values, "states": states, "d_states": states}
+        operands = (inputs | more,)
     with hw.assume():
-        text = jax.jit(fn).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(fn).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert f"pk_gdn_{kernel}" in text
 
 
