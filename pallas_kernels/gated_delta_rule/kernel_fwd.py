@@ -128,10 +128,11 @@ def mix(
         slot = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(ring["full"].at[slot])
         gates = ring["gates"].at[slot]
+        qk = None
         if "scores" in ring:
             qk = tc.mma((ring["q"].at[slot], ring["k"].at[slot].T))
         decay = decay_matrix(gates, index)
-        if "scores" in ring:
+        if qk is not None:
             ring["scores"][slot] = (qk * decay * scale).astype(shapes.dtype)
         beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
         inverse = tc.load(ring["inverse"].at[slot]).astype(jnp.float32)

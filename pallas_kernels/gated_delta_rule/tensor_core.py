@@ -124,7 +124,8 @@ def mma_onto(*terms: Any) -> list[jax.Array]:
             for a, b in pairs:
                 plgpu.wgmma(acc, a, b)
 
-    return list(pl.run_state(issue)(tuple(plgpu.ACC.init(t[0]) for t in terms)))
+    sums: Any = pl.run_state(issue)(tuple(plgpu.ACC.init(t[0]) for t in terms))
+    return list(sums)
 
 
 def _shape(pair: tuple[Operand, Operand]) -> tuple[int, int]:

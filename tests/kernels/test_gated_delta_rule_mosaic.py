@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -317,6 +318,21 @@ def test_gradients_have_the_shapes_and_dtypes_of_their_inputs():
         grads = jax.eval_shape(jax.grad(loss, argnums=range(6)), *args)
     for grad, arg in zip(grads, args, strict=True):
         assert (grad.shape, grad.dtype) == (arg.shape, arg.dtype)
+
+
+@pytest.mark.parametrize("names", [(), ("gdn_inverse", "gdn_gates")])
+def test_rematerialisation_policies_find_the_inverses(names, capsys):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(*args):
+        return jnp.sum(rule(args, None, "mosaic")[1])
+
+    with hw.assume():
+        jax.ad_checkpoint.print_saved_residuals(loss, *arguments())
+    shown = capsys.readouterr().out
+    for name in ("gdn_inverse", "gdn_gates"):
+        assert (f"named '{name}'" in shown) == (name in names), shown
 
 
 def test_a_document_is_bit_equal_wherever_it_stands():
