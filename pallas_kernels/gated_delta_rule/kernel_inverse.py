@@ -60,15 +60,21 @@ def _decay_rows(g_ref, start_ref, last_start, index):
     return total, enter, leave, start.astype(jnp.float32)
 
 
+def _quarter(index, size: int) -> jax.Array:
+    """Whether elements lie in the lower left quarter of a diagonal block of 2 size.
+
+    The upper right quarter counts as well: what is put there is zero.
+    """
+    row, column = index
+    return ((row & -size) ^ size) == (column & -size)
+
+
 def _unit_lower_inverse(lower, index, lower_smem, block_smem):
     """(I + lower)^-1 for a strictly lower triangular f32[C, C] in registers."""
     row, column = index
     lower_smem[...] = lower.astype(jnp.float16)
-    # The highest bit in which row and column differ names the quarter of the blocks
-    # that an element below the diagonal lies in: the one of 2b-blocks from b to 2b.
-    differ = jnp.where(row > column, row ^ column, 0)
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    inverse = jnp.where(row == column, 1.0, jnp.where(differ == 1, -lower, 0.0))
+    inverse = jnp.where(row == column, 1.0, jnp.where(_quarter(index, 1), -lower, 0.0))
     size = 2
     while size < CHUNK:
         blocks = inverse.astype(jnp.float16)
@@ -76,8 +82,7 @@ def _unit_lower_inverse(lower, index, lower_smem, block_smem):
         plgpu.commit_smem()
         left = tc.mma((blocks, lower_smem)).astype(jnp.float16)
         both = tc.mma((left, block_smem))
-        quarter = (differ >= size) & (differ < 2 * size)
-        inverse = jnp.where(quarter, -both, inverse)
+        inverse = jnp.where(_quarter(index, size), -both, inverse)
         size *= 2
     return inverse
 
