@@ -38,10 +38,59 @@ def _allowed(
         terms.append(key[:, None, :] <= query[:, :, None])
     if window is not None:
         terms.append(query[:, :, None] - key[:, None, :] < window)
-    return functools.reduce(jnp.logical_and, terms) if terms else None
+    if not terms:
+        return None
+    # Written once: fused into the scores, it would be computed again for each head.
+    return jax.lax.optimization_barrier(functools.reduce(jnp.logical_and, terms))
 
 
-@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _scores(
+    scale: float,
+    logit_cap: float | None,
+    q: jax.Array,
+    k: jax.Array,
+    allowed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """f32[B, G, R, block, keys] after the cap: masked with -inf, and unmasked."""
+    scores = scale * _product("btgrk,bsgk->bgrts", q, k)
+    if logit_cap is not None:
+        scores = logit_cap * jnp.tanh(scores / logit_cap)
+    if allowed is None:
+        return scores, scores
+    return jnp.where(allowed[:, None, None], scores, -jnp.inf), scores
+
+
+def _softmax_block(
+    scale: float,
+    logit_cap: float | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    allowed: jax.Array | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`_block`, and f32[B, G, R, block], the logarithm of each row's normaliser."""
+    scores, _ = _scores(scale, logit_cap, q, k, allowed)
+    highest = jnp.max(scores, axis=-1)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks[None, :, :, None])
+    # A row that may see nothing has -inf here, and -inf - -inf is no number.
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    weights = jnp.exp(scores - highest[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[None, :, :, None] - highest)
+    total = jnp.where(total == 0.0, 1.0, total)
+    o = _product("bgrts,bsgv->btgrv", weights.astype(v.dtype), v)
+    o = o / jnp.transpose(total, (0, 3, 1, 2))[..., None]
+    return o.astype(q.dtype), highest + jnp.log(total)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _block(
     scale: float,
     logit_cap: float | None,
@@ -51,7 +100,7 @@ def _block(
     allowed: jax.Array | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """One block of queries; rematerialised in the backward.
+    """One block of queries; the backward computes its scores again.
 
     Args:
       scale, logit_cap: as in `api.attention`.
@@ -63,32 +112,37 @@ def _block(
     Returns:
       [B, block, G, R, V] of q's dtype.
     """
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=jnp.float32)
-    scores = scores * scale
+    return _softmax_block(scale, logit_cap, q, k, v, allowed, sinks)[0]
+
+
+def _block_forward(scale, logit_cap, q, k, v, allowed, sinks):
+    o, log_total = _softmax_block(scale, logit_cap, q, k, v, allowed, sinks)
+    return o, (q, k, v, allowed, sinks, o, log_total)
+
+
+def _block_backward(scale, logit_cap, residuals, do):
+    q, k, v, allowed, sinks, o, log_total = residuals
+    masked, scores = _scores(scale, logit_cap, q, k, allowed)
+    weights = jnp.exp(masked - log_total[..., None])
+    # Each row of the softmax has d_scores = p (dp - sum of p dp), and that sum is
+    # do . o, over V instead of over the keys.
+    row = jnp.einsum("btgrv,btgrv->bgrt", do.astype(jnp.float32), o.astype(jnp.float32))
+    d_weights = _product("btgrv,bsgv->bgrts", do, v)
+    d_scores = weights * (d_weights - row[..., None])
     if logit_cap is not None:
-        scores = logit_cap * jnp.tanh(scores / logit_cap)
-    if allowed is not None:
-        scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
-    highest = jnp.max(jax.lax.stop_gradient(scores), axis=-1)  # [B, G, R, block]
-    sink = None
+        d_scores = d_scores * (1.0 - jnp.square(scores / logit_cap))
+    d_scores = (scale * d_scores).astype(q.dtype)
+    dq = _product("bgrts,bsgk->btgrk", d_scores, k).astype(q.dtype)
+    dk = _product("bgrts,btgrk->bsgk", d_scores, q).astype(k.dtype)
+    dv = _product("bgrts,btgrv->bsgv", weights.astype(do.dtype), do).astype(v.dtype)
+    d_sinks = None
     if sinks is not None:
-        sink = sinks[None, :, :, None]
-        highest = jnp.maximum(highest, jax.lax.stop_gradient(sink))
-    # A row that may see nothing has -inf here, and -inf - -inf is no number.
-    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    weights = jnp.exp(scores - highest[..., None])
-    total = jnp.sum(weights, axis=-1)
-    if sink is not None:
-        total = total + jnp.exp(sink - highest)
-    total = jnp.where(total == 0.0, 1.0, total)
-    o = jnp.einsum(
-        "bgrts,bsgv->btgrv",
-        weights.astype(v.dtype),
-        v,
-        preferred_element_type=jnp.float32,
-    )
-    o = o / jnp.transpose(total, (0, 3, 1, 2))[..., None]
-    return o.astype(q.dtype)
+        to_sink = jnp.exp(sinks[None, :, :, None] - log_total)
+        d_sinks = -jnp.sum(to_sink * row, axis=(0, 3))
+    return dq, dk, dv, None, d_sinks
+
+
+_block.defvjp(_block_forward, _block_backward)
 
 
 def attention(
