@@ -51,6 +51,7 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
 
 
 WARPGROUPS = 2
+LATER = ("do", "dv")  # of what is copied for a head, what is read last
 OPERANDS = (
     *("q", "k", "v", "do", "dv", "written", "d_written", "states", "d_states"),
     *("inverse", "d_inverse", "weights", "scores"),
@@ -84,11 +85,17 @@ def _unknown_zero(gates: Any) -> jax.Array:
     return (gates[Gate.ENTER, CHUNK - 1] < 0).astype(jnp.int32)
 
 
-def _fetch_head(sources, smem, barrier, tokens, head, item, chunk):
-    for name in ("v", "do", "dv", "inverse"):
-        plgpu.copy_gmem_to_smem(sources[name].at[tokens, head], smem[name], barrier)
-    for name in ("states", "d_states", "gates"):
-        plgpu.copy_gmem_to_smem(sources[name].at[item, chunk], smem[name], barrier)
+def _fetch_head(sources, smem, tokens, head, item, chunk):
+    """Starts the copies of one value head; what is needed first comes first."""
+
+    def fetch(name, source):
+        barrier = smem["later_arrived" if name in LATER else "arrived"]
+        plgpu.copy_gmem_to_smem(source, smem[name], barrier)
+
+    for name in ("gates", "states", "d_states"):
+        fetch(name, sources[name].at[item, chunk])
+    for name in ("v", "inverse", *LATER):
+        fetch(name, sources[name].at[tokens, head])
 
 
 def _write_missing(smem, half):
@@ -246,7 +253,7 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
 
     def fetch(member):
         at = head_of(member)
-        _fetch_head(sources, outside, smem["arrived"], tokens, *at, chunk)
+        _fetch_head(sources, outside, tokens, *at, chunk)
 
     def first_warpgroup():
         for name in ("q", "k"):
@@ -269,6 +276,7 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
             scores = qk * decay_matrix(gates, index) * scale
             smem["scores"][...] = scores.astype(shapes.dtype)
             _meet(smem["met"])
+            plgpu.barrier_wait(smem["later_arrived"])
             _write_written(smem, pl.ds(0, HALF), from_exit)
             _meet(smem["met"])
             d_scores, pair_sums = _pair_gradients(smem, scale, index, d_scores)
@@ -306,6 +314,7 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
             weights = inverse * decay_matrix(gates, index) * beta
             smem["weights"][...] = weights.astype(shapes.dtype)
             _meet(smem["met"])
+            plgpu.barrier_wait(smem["later_arrived"])
             _write_written(smem, pl.ds(HALF, HALF), from_exit)
             _meet(smem["met"])
             dq, dk = _key_space(smem, scale, 1, dq, dk, None)
@@ -348,7 +357,8 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         "gates": plgpu.SMEM((len(Gate), CHUNK), jnp.float32),
         "sums": plgpu.SMEM((6, CHUNK), jnp.float32),
         "keys_arrived": plgpu.Barrier(num_arrivals=2),
-        "arrived": plgpu.Barrier(num_arrivals=7),
+        "arrived": plgpu.Barrier(num_arrivals=5),
+        "later_arrived": plgpu.Barrier(num_arrivals=len(LATER)),
         "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "d_inverse_ready": plgpu.Barrier(num_arrivals=1),
     }
