@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -128,12 +130,16 @@ def bench_cases(tag: str) -> Iterator[Case]:
 def _case(spec: Spec, backward: bool) -> Case:
     # Imported here: the tests read this file for its sizes alone.
     from pallas_kernels._common.bench import Case
-    from pallas_kernels.sort_dispatch import api, reference, xla
-
-    modules = {None: api, "xla": xla, "reference": reference}
+    from pallas_kernels.sort_dispatch import api
 
     def implementation(name: Any) -> Callable[..., Any]:
-        return run(spec, modules[name], backward)
+        named = types.SimpleNamespace(
+            **{
+                function: functools.partial(getattr(api, function), implementation=name)
+                for function in ("sort_dispatch", "permute", "combine")
+            }
+        )
+        return run(spec, named, backward)
 
     size = f"T{spec.tokens} k{spec.slots} E{spec.experts} D{spec.dim}"
     return Case(
