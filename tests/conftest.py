@@ -6,8 +6,14 @@ import os
 os.environ.setdefault("NNX_GRAPH_MODE", "false")
 os.environ.setdefault("NNX_GRAPH_UPDATES", "false")
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8"
+for _flag in (
+    "--xla_force_host_platform_device_count=8",
+    # Compiling, not running, is what the suite spends its time on.
+    "--xla_backend_optimization_level=0",
+):
+    if _flag.split("=")[0] not in _FLAGS:
+        _FLAGS = f"{_FLAGS} {_flag}"
+os.environ["XLA_FLAGS"] = _FLAGS
 
 import jax
 import pytest

@@ -37,7 +37,9 @@ def heuristic(
       The config.
     """
     mean = -(-rows // experts)
-    # Half the mean group: about one tile in three is shared by two experts.
-    tile = min(128, max(16, 1 << max(0, (mean // 2).bit_length())))
+    # Half the mean group: about one tile in three is shared by two experts. Weight
+    # gradients are added tile after tile, so large groups take larger tiles.
+    largest = max(128, min(1024, 1 << max(0, (mean // 8).bit_length() - 1)))
+    tile = min(largest, max(16, 1 << max(0, (mean // 2).bit_length())))
     weight_bytes = in_dim * out_dim * max(4, itemsize)
     return Config(tile=tile, slab=max(1, _SLAB_BYTES // weight_bytes))
