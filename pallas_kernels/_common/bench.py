@@ -19,18 +19,49 @@ import json
 import pathlib
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _OPS
 from pallas_kernels._common import timing
-from pallas_kernels._common.testing import assert_close
+from pallas_kernels._common.dispatch import UnknownImplementation
+from pallas_kernels._common.testing import RELATIVE, assert_close
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- BEGIN measured -->", "<!-- END measured -->"
+
+# What is measured if the command names none; an op without one of them skips it.
+IMPLEMENTATIONS = ("mosaic", "xla")
+
+
+@runtime_checkable
+class TimedPeer(Protocol):
+    """A peer that JAX cannot compile, such as a PyTorch one; it times itself.
+
+    Attributes:
+      note: what a reader must know of its times; "" if nothing.
+    """
+
+    note: str
+
+    def results(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Runs it once.
+
+        Args:
+          args: the case's arguments, JAX arrays.
+
+        Returns:
+          JAX arrays: the reference's results, or as many of the first as are to be
+          checked.
+        """
+        ...
+
+    def measure(self, args: tuple[Any, ...]) -> list[timing.Timing]:
+        """Times it, as `timing.measure` does for jitted functions."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +76,8 @@ class Case:
       reference: what every result is compared with; called on float32 arguments.
       picked: what `implementation=None` would run, in words.
       bytes, flops: the least that must be moved and computed.
-      peers: name -> () -> (function of the arguments, version); ImportError if the
-        peer is not installed.
+      peers: name -> () -> (function of the arguments or `TimedPeer`, version);
+        ImportError if the peer is not installed.
       rel: largest relative Frobenius error; by dtype if not given.
     """
 
@@ -58,7 +89,7 @@ class Case:
     picked: Callable[[], str]
     bytes: int
     flops: int
-    peers: Mapping[str, Callable[[], tuple[Callable[..., Any], str]]]
+    peers: Mapping[str, Callable[[], tuple[Callable[..., Any] | TimedPeer, str]]]
     rel: float | None = None
 
 
@@ -97,42 +128,94 @@ def ceilings(size: int = 1024**3, matrix: int = 8192) -> Ceilings:
     )
 
 
-def check(case: Case, got: Any, args: tuple[Any, ...]) -> str | None:
-    """What is wrong with a result, `None` if it is the reference's."""
+# Larger results are compared on the device: NumPy takes minutes for some workloads.
+_ON_DEVICE = 2**22
+
+
+@jax.jit
+def _lengths(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Euclidean lengths of the expected rows and of their errors, f32[rows] each."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    inside = tuple(range(1, got.ndim))
+    error = jnp.sqrt(jnp.sum((got - want) ** 2, axis=inside))
+    return jnp.sqrt(jnp.sum(want**2, axis=inside)), error
+
+
+def _compare(got: jax.Array, want: jax.Array, rel: float | None, name: str) -> None:
+    large = got.size > _ON_DEVICE and jnp.issubdtype(got.dtype, jnp.floating)
+    if large and got.shape == want.shape:
+        # One number a row: `assert_close` finds the same norms and blocks in these.
+        rel = RELATIVE[got.dtype.name] if rel is None else rel
+        want, error = _lengths(got, want)
+        got = want + error
+    assert_close(got, want, rel=rel, name=name)
+
+
+def check(
+    case: Case, got: Any, args: tuple[Any, ...], *, prefix: bool = False
+) -> str | None:
+    """What is wrong with a result, `None` if it is the reference's.
+
+    Args:
+      case: the workload.
+      got: the result.
+      args: what it was computed from.
+      prefix: whether `got` may hold only the first of the reference's results.
+    """
     exact = tuple(
         a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
         for a in args
     )
-    want = jax.jit(case.reference)(*exact)
+    want = jax.tree.leaves(jax.jit(case.reference)(*exact))
+    leaves = jax.tree.leaves(got)
+    if prefix:
+        want = want[: len(leaves)]
     try:
-        for index, (a, b) in enumerate(
-            zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-        ):
+        for index, (a, b) in enumerate(zip(leaves, want, strict=True)):
             rel = case.rel
             if rel is None and a.dtype == jnp.float32 != jnp.dtype(case.dtype):
                 rel = 1e-4  # f32 gradients of 16-bit inputs: other order of summation
-            assert_close(a, b, rel=rel, name=f"result {index}")
+            _compare(a, b, rel, f"result {index}")
     except AssertionError as error:
         return str(error)
     return None
 
 
 def measure_case(
-    case: Case, limits: Ceilings, peers: list[str], implementations: list[str]
+    case: Case,
+    limits: Ceilings,
+    peers: list[str],
+    implementations: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of one workload: implementation x peer x cache state."""
-    args = case.arguments(jax.random.key(0))
+    """Yields the rows of one workload: implementation x peer x cache state.
+
+    Args:
+      case: the workload.
+      limits: what floors are computed from.
+      peers: names of those to compare with.
+      implementations: names of those to measure; `None` for those of
+        `IMPLEMENTATIONS` that the op has.
+    """
     picked = case.picked()
-    runs = {
-        name: _time(case, functools.partial(_ours, case, name), args)
-        for name in implementations
-    }
-    rivals = {
-        name: _time(case, make, args)
-        for name, make in case.peers.items()
-        if name in peers
-    }
+    names = IMPLEMENTATIONS if implementations is None else implementations
+    try:
+        args = case.arguments(jax.random.key(0))
+    except RuntimeError as error:  # such as memory that does not suffice
+        runs = {name: _Run({}, "", f"no arguments: {_reason(error)}") for name in names}
+        rivals = {}
+    else:
+        runs = {
+            name: _time(case, functools.partial(_ours, case, name), args)
+            for name in names
+        }
+        rivals = {
+            name: runs[name] if name in runs else _time(case, make, args)
+            for name, make in case.peers.items()
+            if name in peers
+        }
     for name, ours in runs.items():
+        if ours.unknown and implementations is None:
+            continue
         against = {p: r for p, r in rivals.items() if p != name and ours.times}
         against = against or {None: None}
         for peer, theirs in against.items():
@@ -145,23 +228,44 @@ class _Run:
     times: Mapping[str, timing.Timing]
     version: str
     note: str
+    unknown: bool = False  # the op has no such implementation
 
 
 def _ours(case: Case, name: str) -> tuple[Callable[..., Any], str]:
     return case.implementation(name), jax.__version__
 
 
-def _time(case: Case, make: Callable[[], tuple[Callable, str]], args) -> _Run:
+def _time(
+    case: Case,
+    make: Callable[[], tuple[Callable[..., Any] | TimedPeer, str]],
+    args: tuple[Any, ...],
+) -> _Run:
+    version, doing = "", "did not run"
     try:
         fn, version = make()
-        fn = jax.jit(fn)
-        got = jax.block_until_ready(fn(*args))
-    except (ImportError, NotImplementedError) as error:
-        return _Run({}, "", f"did not run: {error}")
-    if (wrong := check(case, got, args)) is not None:
-        return _Run({}, version, f"wrong result: {wrong}")
-    times = {t.cache: t for t in timing.measure(fn, args)}
-    return _Run(times, version, "")
+        own_timer = isinstance(fn, TimedPeer)
+        if own_timer:
+            got = fn.results(args)
+        else:
+            fn = jax.jit(fn)
+            got = jax.block_until_ready(fn(*args))
+        doing = "could not be checked"
+        if (wrong := check(case, got, args, prefix=own_timer)) is not None:
+            return _Run({}, version, f"wrong result: {wrong}")
+        del got  # its memory is wanted by the calls that are timed
+        doing = "could not be timed"
+        times = fn.measure(args) if own_timer else timing.measure(fn, args)
+    except UnknownImplementation as error:
+        return _Run({}, version, f"{doing}: {error}", unknown=True)
+    except (ImportError, RuntimeError) as error:  # NotImplementedError, out of memory
+        return _Run({}, version, f"{doing}: {_reason(error)}")
+    return _Run({t.cache: t for t in times}, version, fn.note if own_timer else "")
+
+
+def _reason(error: BaseException, length: int = 200) -> str:
+    """The start of an error's message: XLA's may go on for pages."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= length else lines[0][: length - 3] + "..."
 
 
 def _row(case, limits, picked, name, ours, peer, theirs, cache) -> dict[str, Any]:
@@ -213,10 +317,19 @@ def run(
     op: str,
     tag: str,
     peers: list[str],
-    implementations: list[str],
+    implementations: list[str] | None = None,
     commit: str | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measures an op.
+
+    Args:
+      op: its name.
+      tag: of the specs to measure.
+      peers, implementations: as for `measure_case`.
+      commit: of the code; asked of git if not given.
+      save: called with what there is after each workload, so that a run that is cut
+        short leaves its rows.
 
     Returns:
       `{"ceilings": {...}, "rows": [...]}`; a row whose result was wrong, or that could
@@ -230,12 +343,15 @@ def run(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit or _commit(),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
+    results = {"ceilings": {**dataclasses.asdict(limits), **stamp}, "rows": rows}
     for case in specs.bench_cases(tag):
         for row in measure_case(case, limits, peers, implementations):
             rows.append({"op": op, **row, **stamp})
             print(_line(rows[-1]), flush=True)
-    return {"ceilings": {**dataclasses.asdict(limits), **stamp}, "rows": rows}
+        if save is not None:
+            save(results)
+    return results
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -313,7 +429,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("op", nargs="?", choices=_OPS)
     parser.add_argument("--peers", default="xla", help="names, separated by commas")
     parser.add_argument("--specs", default="perf", help="ci, model or perf")
-    parser.add_argument("--implementations", default="mosaic,xla")
+    parser.add_argument(
+        "--implementations",
+        help=f"default: those of {','.join(IMPLEMENTATIONS)} that the op has",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="where the rows go")
     parser.add_argument("--commit", help="of the code, where git cannot say")
     parser.add_argument("--render", action="store_true", help="rewrite README tables")
@@ -323,14 +442,20 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.op is None or options.json is None:
         parser.error("OP and --json FILE are needed to measure")
+    names = options.implementations
+
+    def save(results: dict[str, Any]) -> None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
     results = run(
         options.op,
         options.specs,
         [name for name in options.peers.split(",") if name],
-        options.implementations.split(","),
+        None if names is None else names.split(","),
         options.commit,
+        save,
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    save(results)
     wrong = [r for r in results["rows"] if "wrong result" in r["note"]]
     return 1 if wrong else 0

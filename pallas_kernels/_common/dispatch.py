@@ -22,6 +22,10 @@ PREFERENCE: tuple[Implementation, ...] = ("mosaic", "xla", "reference")
 _log = logging.getLogger("pallas_kernels")
 
 
+class UnknownImplementation(ValueError):
+    """An op was asked for an implementation that it does not have."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """What a call runs.
@@ -70,12 +74,12 @@ def select(
       The choice. An automatic one is logged once per op, implementation and reason.
 
     Raises:
-      ValueError: `requested` is no implementation of this op.
+      UnknownImplementation: `requested` is no implementation of this op.
       NotImplementedError: `requested` cannot run these inputs; the reason is given.
     """
     if requested is not None:
         if requested not in available:
-            raise ValueError(
+            raise UnknownImplementation(
                 f"{op}: implementation={requested!r} is unknown, allowed are "
                 f"{', '.join(map(repr, available))} and None"
             )

@@ -1,12 +1,14 @@
 """The benchmark: no speed for a wrong result, tables from files only."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels._common import bench, timing
+from pallas_kernels._common import bench, dispatch, timing
 
 
 LIMITS = bench.Ceilings(gbps=1000.0, tflops=10.0)
@@ -27,7 +29,8 @@ def case(implementation=lambda name: lambda x: x + 1.0, peers=None, flops=0):
 
 
 def rows(case, peers=(), implementations=("xla",)):
-    return list(bench.measure_case(case, LIMITS, list(peers), list(implementations)))
+    names = implementations and list(implementations)
+    return list(bench.measure_case(case, LIMITS, list(peers), names))
 
 
 def test_a_row_has_time_floor_and_peer():
@@ -69,6 +72,99 @@ def test_what_cannot_run_says_why():
     assert "no module named other" in row["note"]
 
 
+def test_an_op_is_measured_in_the_implementations_it_has():
+    def only_xla(name):
+        dispatch.select("an_op", name, {}, available=("xla",))
+        return lambda x: x + 1.0
+
+    (row,) = rows(case(only_xla), implementations=None)
+    assert row["implementation"] == "xla"
+    missing, found = rows(case(only_xla), implementations=["mosaic", "xla"])
+    assert "'mosaic' is unknown" in missing["note"]
+    assert found["ms"] > 0
+
+
+def test_one_that_breaks_leaves_a_note_and_the_others_their_times():
+    def out_of_memory(name):
+        if name == "mosaic":
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\n" + "0x00 " * 999)
+        return lambda x: x + 1.0
+
+    broken, fine = rows(case(out_of_memory), implementations=["mosaic", "xla"])
+    assert broken["note"] == "did not run: RESOURCE_EXHAUSTED: out of memory"
+    assert fine["ms"] > 0
+
+    def too_large(*args):
+        raise RuntimeError("x" * 1000)
+
+    for change, text in (
+        ({"arguments": too_large}, "no arguments: xxx"),
+        ({"reference": too_large}, "could not be checked: xxx"),
+    ):
+        (row,) = rows(dataclasses.replace(case(), **change))
+        assert text in row["note"]
+        assert len(row["note"]) < 300
+        assert row["ms"] is None
+
+
+class OwnTimer:
+    """A peer that JAX does not see: it gives the first result and its own times."""
+
+    note = "its gradients were not checked"
+
+    def __init__(self, error=0.0):
+        self.error = error
+
+    def results(self, args):
+        return (jnp.asarray(np.asarray(args[0]) + 1.0 + self.error),)
+
+    def measure(self, args):
+        return [timing.Timing(ms=5.0, timer="its own", cache="warm")]
+
+
+def test_a_peer_may_time_itself_but_its_result_is_checked():
+    two = {
+        "implementation": lambda name: lambda x: (x + 1.0, x),
+        "reference": lambda x: (x + 1.0, x),
+    }
+    for error in (0.0, 0.1):
+        peers = {"other": lambda error=error: (OwnTimer(error), "3")}
+        (row,) = rows(dataclasses.replace(case(peers=peers), **two), ["other"])
+        assert row["peer_version"] == "3"
+        assert row["peer_ms"] == (None if error else 5.0)
+        text = "other wrong result" if error else f"other {OwnTimer.note}"
+        assert text in row["note"]
+
+
+def test_an_implementation_is_not_timed_twice_to_be_its_own_peer():
+    made = []
+
+    def counted(name):
+        made.append(name)
+        return lambda x: x + 1.0
+
+    found = case(counted, {"xla": lambda: (counted("peer"), "")})
+    first, second = rows(found, ["xla"], ["mosaic", "xla"])
+    assert made == ["mosaic", "xla"]
+    assert (first["peer_ms"], second["peer"]) == (second["ms"], None)
+
+
+def test_large_results_are_compared_by_the_same_measures(monkeypatch):
+    want = jax.random.normal(jax.random.key(1), (64, 256))
+    spoiled = want.at[2].set(0.0)  # an eighth of the norm, all of a row
+    messages = []
+    for limit in (bench._ON_DEVICE, 0):
+        monkeypatch.setattr(bench, "_ON_DEVICE", limit)
+        bench._compare(want * (1 + 1e-6), want, 1e-4, "x")
+        for got in (want * 1.009, spoiled, want.at[1, 1].set(jnp.nan)):
+            with pytest.raises(AssertionError) as caught:
+                bench._compare(got, want, 0.2 if got is spoiled else 0.008, "x")
+            messages.append(str(caught.value))
+    direct, on_device = messages[:3], messages[3:]
+    assert direct[:2] == on_device[:2]
+    assert all("not finite" in text for text in (direct[2], on_device[2]))
+
+
 def test_the_command_writes_rows_and_fails_on_a_wrong_one(tmp_path, monkeypatch):
     from pallas_kernels.rms_norm import specs
 
@@ -78,6 +174,7 @@ def test_the_command_writes_rows_and_fails_on_a_wrong_one(tmp_path, monkeypatch)
     good, bad = case(), case(lambda name: lambda x: x * 0.0)
     monkeypatch.setattr(specs, "bench_cases", lambda tag: iter([good]))
     assert bench.main(arguments) == 0
+    assert len(json.loads(file.read_text())["rows"]) == 1
     monkeypatch.setattr(specs, "bench_cases", lambda tag: iter([good, bad]))
     assert bench.main(arguments) == 1
     written = json.loads(file.read_text())
