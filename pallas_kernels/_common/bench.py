@@ -235,6 +235,18 @@ def _ours(case: Case, name: str) -> tuple[Callable[..., Any], str]:
     return case.implementation(name), jax.__version__
 
 
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    fn: Callable[..., Any]
+    note: str = ""
+
+    def results(self, args: tuple[Any, ...]) -> Any:
+        return jax.block_until_ready(self.fn(*args))
+
+    def measure(self, args: tuple[Any, ...]) -> list[timing.Timing]:
+        return timing.measure(self.fn, args)
+
+
 def _time(
     case: Case,
     make: Callable[[], tuple[Callable[..., Any] | TimedPeer, str]],
@@ -243,23 +255,19 @@ def _time(
     version, doing = "", "did not run"
     try:
         fn, version = make()
-        own_timer = isinstance(fn, TimedPeer)
-        if own_timer:
-            got = fn.results(args)
-        else:
-            fn = jax.jit(fn)
-            got = jax.block_until_ready(fn(*args))
+        timed = fn if isinstance(fn, TimedPeer) else _Compiled(jax.jit(fn))
+        got = timed.results(args)
         doing = "could not be checked"
-        if (wrong := check(case, got, args, prefix=own_timer)) is not None:
+        if (wrong := check(case, got, args, prefix=timed is fn)) is not None:
             return _Run({}, version, f"wrong result: {wrong}")
         del got  # its memory is wanted by the calls that are timed
         doing = "could not be timed"
-        times = fn.measure(args) if own_timer else timing.measure(fn, args)
+        times = timed.measure(args)
     except UnknownImplementation as error:
         return _Run({}, version, f"{doing}: {error}", unknown=True)
     except (ImportError, RuntimeError) as error:  # NotImplementedError, out of memory
         return _Run({}, version, f"{doing}: {_reason(error)}")
-    return _Run({t.cache: t for t in times}, version, fn.note if own_timer else "")
+    return _Run({t.cache: t for t in times}, version, timed.note)
 
 
 def _reason(error: BaseException, length: int = 200) -> str:

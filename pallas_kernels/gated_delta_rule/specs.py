@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
+import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels._common import timing
 
 
 if TYPE_CHECKING:
@@ -21,7 +26,8 @@ class Spec:
 
     Attributes:
       name: where it comes from.
-      tag: "ci" (CPU), "model" (tests on the card) or "perf" (measured).
+      tag: "ci" (CPU), "model" (tests on the card), "perf" (measured) or "long"
+        (measured if asked for).
       batch, time, key_heads, value_heads, key_dim, value_dim: B, T, Hk, Hv, K, V.
       documents: documents per row, of lengths that don't divide into chunks.
       keys: "random", "correlated" (cosine 0.9) or "identical".
@@ -119,25 +125,33 @@ SPECS = (
     *(
         Spec(
             name="qwen3_next",
-            tag="perf",
+            tag=tag,
             batch=batch,
             time=time,
             key_heads=16,
             value_heads=32,
         )
-        for batch, time in ((1, 8192), (4, 8192), (8, 2048), (1, 32768))
+        for tag, batch, time in (
+            ("perf", 1, 8192),
+            ("perf", 4, 8192),
+            ("perf", 8, 2048),
+            ("long", 1, 32768),
+        )
+    ),
+    *(
+        Spec(
+            name="qwen3_next_packed",
+            tag=tag,
+            batch=1,
+            time=time,
+            key_heads=16,
+            value_heads=32,
+            documents=documents,
+        )
+        for tag, time, documents in (("perf", 8192, 5), ("long", 32768, 8))
     ),
     Spec(
-        name="qwen3_next_packed",
-        tag="perf",
-        batch=1,
-        time=32768,
-        key_heads=16,
-        value_heads=32,
-        documents=8,
-    ),
-    Spec(
-        name="hybrid_125m", tag="perf", batch=8, time=4096, key_heads=8, value_heads=16
+        name="hybrid_125m", tag="long", batch=8, time=4096, key_heads=8, value_heads=16
     ),
 )
 
@@ -172,16 +186,20 @@ def minimal_bytes(spec: Spec, backward: bool) -> int:
     qk = 2 * spec.key_heads * spec.key_dim * item
     value = spec.value_heads * spec.value_dim * item
     gates = 2 * spec.value_heads * 4
-    forward = qk + 2 * value + gates
-    # Backward: the inputs and do again, the gradients of the inputs out.
-    return tokens * (forward + (2 * (qk + value + gates) + value if backward else 0))
+    state = spec.batch * spec.value_heads * spec.key_dim * spec.value_dim * 4
+    total = tokens * (qk + 2 * value + gates) + 2 * state
+    if backward:
+        # The inputs and do again, the gradients of the inputs out.
+        total += tokens * (2 * (qk + value + gates) + value) + 3 * state
+    return total
 
 
 def minimal_flops(spec: Spec, backward: bool) -> int:
-    """Operations of the chunked form, inverse not counted (README.md)."""
+    """Operations of the chunked form's products (README.md), inverse not counted."""
     size, key, value = spec.chunk, spec.key_dim, spec.value_dim
     per_chunk = 2 * (3 * size * key * value + 2 * size * size * (key + value))
     chunks = spec.batch * spec.value_heads * -(-spec.time // size)
+    # The gradient has twice as many, and computes the states again.
     return chunks * per_chunk * (4 if backward else 1)
 
 
@@ -208,18 +226,151 @@ def _case(spec: Spec, backward: bool) -> Case:
         choice = api.choose(*arguments[:5], chunk_size=spec.chunk)
         return str(choice.config or choice.implementation)
 
+    # The recurrence would keep states of every token for its gradient, 69 GB each time
+    # at 4 x 8192. The chunked form in f32, tested against it, stands in for it.
+    exact = "reference" if spec.tag in ("ci", "model") else "xla"
     size = f"{spec.batch}x{spec.time}"
+    if spec.documents > 1:
+        size += f" in {spec.documents}"
     heads = f"Hk{spec.key_heads} Hv{spec.value_heads} K{spec.key_dim} V{spec.value_dim}"
     return Case(
         workload=f"{spec.name} {size} {heads} {'fwd+bwd' if backward else 'fwd'}",
         dtype=spec.dtype,
         arguments=spec.arguments,
         implementation=implementation,
-        reference=implementation("reference"),
+        reference=implementation(exact),
         picked=picked,
         bytes=minimal_bytes(spec, backward),
         flops=minimal_flops(spec, backward),
-        peers={"xla": lambda: (implementation("xla"), jax.__version__)},
+        peers={
+            "xla": lambda: (implementation("xla"), jax.__version__),
+            "fla": lambda: _fla(spec, backward),
+        },
         # Tolerances of fla's own tests: 5e-3 forward, 2e-2 for the gates' gradients.
         rel=2e-2 if backward else 8e-3,
     )
+
+
+def _fla(spec: Spec, backward: bool) -> tuple[_Fla, str]:
+    if spec.documents > 1 and spec.batch > 1:
+        raise NotImplementedError("fla takes packed documents in one row")
+    peer = _Fla(backward)
+    names = ("fla-core", "torch", "triton")
+    return peer, ", ".join(f"{x} {importlib.metadata.version(x)}" for x in names)
+
+
+class _Fla:
+    """flash-linear-attention's chunked Triton kernels, a `bench.TimedPeer`.
+
+    Args:
+      backward: whether to compute gradients as well.
+
+    Raises:
+      ImportError: it, PyTorch or a GPU that PyTorch sees is missing.
+    """
+
+    def __init__(self, backward: bool):
+        import torch  # pyrefly: ignore[missing-import]
+        from fla.ops.gated_delta_rule import (  # pyrefly: ignore[missing-import]
+            chunk_gated_delta_rule,
+        )
+
+        if not torch.cuda.is_available():
+            raise ImportError("PyTorch sees no GPU")
+        self._torch: Any = torch
+        self._op: Callable[..., Any] = chunk_gated_delta_rule
+        self._backward = backward
+        self.note = ""
+        if backward:
+            self.note = (
+                "gradients not checked: fla refuses them on Hopper with Triton 3.4 "
+                "to 3.7.0 as wrong (fla #640) unless that check is taken out"
+            )
+
+    def _tensor(self, x: jax.Array) -> Any:
+        dtype = getattr(self._torch, x.dtype.name)
+        host = self._torch.from_numpy(np.array(x.astype(jnp.float32)))
+        return host.cuda().to(dtype)
+
+    def _call(self, args: tuple[jax.Array, ...]) -> Callable[[], tuple[Any, ...]]:
+        torch = self._torch
+        *floats, is_first, state, do, d_state = args
+        borders = np.flatnonzero(np.asarray(is_first)[0])
+        bounds = [0, *(int(t) for t in borders if t), is_first.shape[1]]
+        documents = len(bounds) - 1
+
+        # Its states are [K, V]; only the first and the last document's are ours.
+        def by_key(x):
+            return self._tensor(x).transpose(-1, -2).contiguous()
+
+        initial, d_last = by_key(state), by_key(d_state)
+        packed = {}
+        if documents > 1:
+            rest = torch.zeros_like(initial.repeat(documents - 1, 1, 1, 1))
+            initial, d_last = torch.cat([initial, rest]), torch.cat([rest, d_last])
+            packed["cu_seqlens"] = torch.tensor(bounds, device="cuda")
+        inputs = [*(self._tensor(x) for x in floats), initial]
+        cotangents = [self._tensor(do), d_last]
+        for tensor in inputs:
+            tensor.requires_grad_(self._backward)
+
+        def call():
+            results = self._op(
+                *inputs[:5],
+                initial_state=inputs[5],
+                output_final_state=True,
+                **packed,
+            )
+            if self._backward:
+                return *results, *torch.autograd.grad(results, inputs, cotangents)
+            return results
+
+        return call
+
+    def results(self, args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """o and the final state."""
+        o, states, *_ = self._call(args)()
+        last = states[-args[0].shape[0] :].transpose(-1, -2)
+        return tuple(jnp.asarray(x.detach().float().cpu().numpy()) for x in (o, last))
+
+    def measure(
+        self, args: tuple[jax.Array, ...], runs: int = 20
+    ) -> list[timing.Timing]:
+        """Times the replay of a CUDA graph, or calls if it cannot be captured."""
+        torch = self._torch
+        call, timer = self._call(args), "cuda graph"
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # what is tuned or compiled on first use
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        replay = graph.replay
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            replay, timer = call, "cuda events"
+
+        flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+        def once(before: Callable[[], Any]) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            start.record()
+            replay()
+            end.record()
+            torch.cuda.synchronize()
+            return start.elapsed_time(end)
+
+        # A call before the timed one hides the host's part of the launch.
+        before = {"warm": replay, "cold": flush.zero_}
+        return [
+            timing.Timing(
+                ms=statistics.median(once(what) for _ in range(runs)),
+                timer=timer,
+                cache=cache,
+            )
+            for cache, what in before.items()
+        ]

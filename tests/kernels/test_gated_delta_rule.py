@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._common import bench
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import (
     gated_delta_rule,
@@ -279,6 +280,32 @@ def test_lowers_for_cuda(backward):
     arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
     run = jit(specs.run(spec, xla_rule, backward))
     run.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def test_the_benchmark_measures_the_sizes_of_a_model():
+    cases = list(specs.bench_cases("perf"))
+    assert [case.workload.split(" Hk16")[0] for case in cases[::2]] == [
+        "qwen3_next 1x8192",
+        "qwen3_next 4x8192",
+        "qwen3_next 8x2048",
+        "qwen3_next_packed 1x8192 in 5",
+    ]
+    # 32 heads of 128 chunks, 10.5 MFLOP each; three times that for the gradient.
+    assert cases[0].flops == 32 * 128 * 10_485_760
+    assert cases[1].flops == 4 * cases[0].flops
+    # q, k, v, o, g, beta and two states; and by hand for 4 x 8192.
+    assert cases[2].bytes == 32768 * (8192 + 16384 + 256) + 2 * 8_388_608
+
+
+def test_the_benchmark_checks_before_it_measures():
+    forward, both = list(specs.bench_cases("ci"))[:2]
+    limits = bench.Ceilings(gbps=1000.0, tflops=10.0)
+    for case, results in ((forward, 2), (both, 8)):
+        args = case.arguments(jax.random.key(0))
+        assert len(jax.tree.leaves(jax.eval_shape(case.reference, *args))) == results
+    (row,) = bench.measure_case(forward, limits, ["fla"], ["xla"])
+    assert row["ms"] > 0
+    assert "fla did not run" in row["note"]
 
 
 def test_errors_name_the_value():
