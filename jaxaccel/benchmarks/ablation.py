@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -35,15 +36,12 @@ def measure(gin_file: str, bindings: list[str], seeds: list[int]) -> dict[str, A
       A row: held-out nats per byte by seed and their mean, parameters, tokens, speed.
     """
     heldout, speeds = [], []
+    experiment = load_experiment([gin_file], bindings)
     for seed in seeds:
-        experiment = load_experiment(
-            [gin_file], [*bindings, f"TrainConfig.seed = {seed}"]
-        )
+        config = dataclasses.replace(experiment.train, seed=seed)
         with tempfile.TemporaryDirectory() as folder:
             workdir = pathlib.Path(folder) / "run"
-            outcome = train(
-                experiment.train, experiment.model, experiment.data, workdir
-            )
+            outcome = train(config, experiment.model, experiment.data, workdir)
             heldout.append(outcome.final_eval["nats_per_byte"])
             speeds.append(_throughput(workdir))
     config = experiment.model.decoder()

@@ -60,6 +60,7 @@ def swiglu(gate, up):
 def gdn(p: Params, x, segments, is_first, c: DecoderConfig):
     """Gated DeltaNet, [B, T, D] -> [B, T, D]."""
     n, dtype = c.gdn, c.compute_dtype
+    assert n is not None
     B, T, _ = x.shape
     real = (segments > 0)[:, :, None]
     x = jnp.where(real, x, jnp.zeros((), x.dtype))
@@ -109,6 +110,8 @@ def rope(x, positions, theta, fraction):
 def gated_attention(p: Params, x, segments, positions, c: DecoderConfig):
     """Grouped-query attention with qk-norm and output gate."""
     n, dtype = c.attention, c.compute_dtype
+    assert n is not None
+    assert n.rope is not None
     B, T, _ = x.shape
 
     def heads(name, count):
@@ -140,6 +143,7 @@ def mlp(p: Params, x, dtype):
 def moe(p: Params, x, segments, c: DecoderConfig):
     """Softmax router, top k, sorted experts, gated shared expert."""
     n, dtype = c.mlp, c.compute_dtype
+    assert isinstance(n, MoEConfig)
     real = segments > 0
     logits = jnp.einsum(
         "btd,de->bte",

@@ -61,7 +61,7 @@ class Contender:
     dispatch_ms: list[float] = dataclasses.field(default_factory=list)
 
 
-def compiled(function: Callable, *arguments: Any) -> tuple[Any, float, int]:
+def compiled(function: jax.stages.Wrapped, *arguments: Any) -> tuple[Any, float, int]:
     """Compiles a jitted function; returns it, the seconds and its peak bytes."""
     start = time.perf_counter()
     done = function.lower(*arguments).compile()

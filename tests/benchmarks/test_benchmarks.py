@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ import pytest
 from jaxaccel import benchmarks
 from jaxaccel.benchmarks import render, results, step
 from jaxaccel.config.registry import Experiment
+from jaxaccel.core.tree import split_model
+from jaxaccel.data.batch import packing_metadata
 from jaxaccel.data.pipeline import DataConfig
 from jaxaccel.data.sources import InMemorySource
+from jaxaccel.models.decoder import init_decoder
+from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.qwen3_next import Qwen3NextConfig
 from jaxaccel.training.config import OptimConfig, TrainConfig
 
@@ -24,8 +29,9 @@ def experiment():
         for _ in range(30)
     )
     return Experiment(
+        # Dense: the experts are compared in a forward pass, which compiles sooner.
         model=dataclasses.replace(
-            Qwen3NextConfig.tiny(),
+            Qwen3_5TextConfig.tiny(),
             vocab_size=300,
             num_layers=2,
             pattern=("gdn", "attention"),
@@ -55,6 +61,31 @@ def test_plain_jax_trains_the_same_model(experiment):
     assert ours["ms"] > 0
     assert ours["ratio"] > 0
     assert ours["mfu"] is None  # the peak of a CPU is not in the table
+
+
+def test_plain_experts_are_our_experts():
+    config = dataclasses.replace(
+        Qwen3NextConfig.tiny(),
+        num_layers=2,
+        pattern=("gdn", "attention"),
+        balance_loss_coef=0.5,
+    ).decoder()
+    model = init_decoder(config)
+    params, _ = split_model(model)
+    tokens = jnp.arange(2 * 24, dtype=jnp.int32).reshape(2, 24) % config.vocab_size
+    segments = jnp.asarray([[1] * 10 + [2] * 14, [1] * 20 + [0] * 4], jnp.int32)
+    output = jax.jit(model)(tokens, segments)
+    positions = packing_metadata(tokens.shape, segment_ids=segments).positions
+    hidden, balance = jax.jit(
+        lambda p: step.plain_jax.hidden_states(
+            step.plain_jax.nested(p), tokens, segments, positions, config
+        )
+    )(params)
+    real = np.asarray(segments) > 0
+    np.testing.assert_allclose(
+        np.asarray(hidden)[real], np.asarray(output.hidden)[real], atol=2e-5
+    )
+    np.testing.assert_allclose(balance, jnp.mean(output.aux.balance_loss), rtol=1e-5)
 
 
 def contender(name, losses):
