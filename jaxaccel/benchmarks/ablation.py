@@ -23,7 +23,9 @@ def _throughput(workdir: pathlib.Path) -> float:
     return statistics.median(speeds[1:] or speeds)
 
 
-def measure(gin_file: str, bindings: list[str], seeds: list[int]) -> dict[str, Any]:
+def measure(
+    gin_file: str, bindings: list[str], seeds: list[int], corpus_dir: pathlib.Path
+) -> dict[str, Any]:
     """Trains one config with each seed.
 
     Args:
@@ -31,6 +33,7 @@ def measure(gin_file: str, bindings: list[str], seeds: list[int]) -> dict[str, A
       bindings: further gin bindings.
       seeds: of parameters and training; the data order is the config's own, so that
         all configs of an ablation read the same rows.
+      corpus_dir: where the tokenised corpus is kept between runs.
 
     Returns:
       A row: held-out nats per byte by seed and their mean, parameters, tokens, speed.
@@ -41,7 +44,13 @@ def measure(gin_file: str, bindings: list[str], seeds: list[int]) -> dict[str, A
         config = dataclasses.replace(experiment.train, seed=seed)
         with tempfile.TemporaryDirectory() as folder:
             workdir = pathlib.Path(folder) / "run"
-            outcome = train(config, experiment.model, experiment.data, workdir)
+            outcome = train(
+                config,
+                experiment.model,
+                experiment.data,
+                workdir,
+                corpus_dir=corpus_dir,
+            )
             heldout.append(outcome.final_eval["nats_per_byte"])
             speeds.append(_throughput(workdir))
     config = experiment.model.decoder()
@@ -73,8 +82,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     about, rows = results.stamp(options.commit), []
-    for gin_file in options.gin_file:
-        rows.append({**measure(gin_file, options.gin_bindings, seeds), **about})
-        results.write(options.json, rows)
-        print(rows[-1])
+    with tempfile.TemporaryDirectory() as corpus_dir:
+        for gin_file in options.gin_file:
+            row = measure(
+                gin_file, options.gin_bindings, seeds, pathlib.Path(corpus_dir)
+            )
+            rows.append({**row, **about})
+            results.write(options.json, rows)
+            print(rows[-1])
     return 0

@@ -61,12 +61,13 @@ class Contender:
     dispatch_ms: list[float] = dataclasses.field(default_factory=list)
 
 
-def compiled(function: jax.stages.Wrapped, *arguments: Any) -> tuple[Any, float, int]:
+def compiled(function: Any, *arguments: Any) -> tuple[Any, float, int]:
     """Compiles a jitted function; returns it, the seconds and its peak bytes."""
     start = time.perf_counter()
     done = function.lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = done.memory_analysis()
+    assert memory is not None
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -203,7 +204,7 @@ def summary(
       tokens: real tokens of a step, padding left out.
     """
     apart = abs(mine.losses[0] / plain.losses[0] - 1.0)
-    agree = bool(apart <= LOSS_TOLERANCE)
+    agree = apart <= LOSS_TOLERANCE
     config = experiment.model.decoder()
     about = describe(config, experiment.data.seq_len)
     peak = device_peak(jax.devices()[0].device_kind)

@@ -106,6 +106,7 @@ def train(
     profile_steps: tuple[int, int] | None = None,
     sampler: Sampler | None = None,
     config_text: str | None = None,
+    corpus_dir: str | os.PathLike[str] | None = None,
 ) -> TrainResult:
     """Trains a decoder.
 
@@ -122,6 +123,8 @@ def train(
       profile_steps: (first, end): write a profiler trace of steps first to end - 1.
       sampler: (model, tokenizer) -> texts, called at the end.
       config_text: text that reproduces the run, kept in each checkpoint.
+      corpus_dir: where the tokenised corpus is kept, for runs that share one; by
+        default in `workdir`.
 
     Returns:
       How the run ended.
@@ -143,7 +146,8 @@ def train(
     if not isinstance(decoder, DecoderConfig):
         decoder = model_config.decoder()
     console = Console(is_quiet=jax.process_index() != 0)
-    run = _Run(config, decoder, data_config, folder, console, config_text)
+    corpus = folder / "corpus" if corpus_dir is None else pathlib.Path(corpus_dir)
+    run = _Run(config, decoder, data_config, folder, console, config_text, corpus)
     with contextlib.ExitStack() as stack:
         start = run.start(resume)
         stack.callback(run.close)
@@ -200,6 +204,7 @@ class _Run:
         folder: pathlib.Path,
         console: Console,
         config_text: str | None,
+        corpus_dir: pathlib.Path,
     ):
         self.config = config
         self.decoder = decoder
@@ -212,7 +217,7 @@ class _Run:
         self.devices = list(self.mesh.devices.flat)
         self._check_sizes()
         console.status("reading the corpus", is_progress=False)
-        self.corpus: Corpus = prepare(data_config, folder / "corpus")
+        self.corpus: Corpus = prepare(data_config, corpus_dir)
         vocab = self.corpus.tokenizer.vocab_size
         if decoder.vocab_size < vocab:
             raise ValueError(
