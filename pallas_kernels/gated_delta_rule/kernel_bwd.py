@@ -150,6 +150,8 @@ def _chunk_bwd_kernel(
         )
 
 
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def chunk_bwd(
     shapes: Shapes,
     scale: float,

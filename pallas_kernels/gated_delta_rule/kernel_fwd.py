@@ -317,6 +317,8 @@ def ring_scratch(shapes: Shapes, names: Sequence[str]) -> dict[str, Any]:
     return ring
 
 
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def chunk_fwd(
     shapes: Shapes,
     scale: float,

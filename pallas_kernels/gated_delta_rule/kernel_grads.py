@@ -30,6 +30,7 @@ one dL.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -364,6 +365,8 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def chunk_grads(
     shapes: Shapes, scale: float, sources: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:

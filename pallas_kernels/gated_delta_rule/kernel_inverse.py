@@ -20,6 +20,7 @@ is zero between documents, picks the diagonal blocks later.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -133,6 +134,8 @@ def _prepare_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=0)
 def prepare(
     shapes: Shapes, k: jax.Array, g: jax.Array, beta: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """Mosaic kernels of `gated_delta_rule`, interpreted, each against the recurrence."""
 
 import functools
+import re
 
 import jax
 import jax.ad_checkpoint
@@ -433,6 +434,24 @@ def test_gradient_kernels_lower_for_the_card(kernel):
         traced = jax.jit(fn).trace(*operands)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert f"pk_gdn_{kernel}" in text
+
+
+def test_layers_of_equal_sizes_share_their_kernels():
+    args = jax.eval_shape(lambda: arguments(time=2 * CHUNK, group=2))
+
+    def three_layers(q, k, v, *rest):
+        for _ in range(3):
+            v, _ = rule((q, k, v, *rest), None, "mosaic")
+        return jnp.sum(v.astype(jnp.float32))
+
+    with hw.assume():
+        traced = jax.jit(jax.grad(three_layers, argnums=range(6))).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Forward and backward of three layers: one kernel each, called from everywhere.
+    for name in ("prepare", "chunk_fwd", "chunk_bwd", "chunk_grads"):
+        assert text.count(f"func.func private @{name}(") == 1
+        assert f"func.func private @{name}_" not in text
+    assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
 
 
 def model_arguments(batch, time):
