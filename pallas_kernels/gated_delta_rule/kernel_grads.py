@@ -23,13 +23,15 @@ and columns j of [C, C]:
 where dU o U is summed as K o (dU S^T), which is at hand. Z without its diagonal,
 whose row and column sums cancel, keeps dg precise under strong decay.
 
-Two warpgroups share a block. Up to dD each has half of the V columns, for dQ and dK
-half of the K columns; between the two, the first one makes dR and dP and the second
-one dL.
+Three kinds of work share a block (`_Part`). "Columns", in two warpgroups: up to dD each
+has half of the V columns, for dQ and dK half of the K columns. "Pairs" makes P, then dR
+and dP; "inverse" makes R, then dL. `Config.grads_warpgroups` says whether these two
+have warpgroups of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -45,13 +47,13 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     HALF,
     SQUARE,
+    Config,
     Gate,
     Shapes,
 )
 from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
 
 
-WARPGROUPS = 2
 LATER = ("do", "dv")  # of what is copied for a head, what is read last
 OPERANDS = (
     *("q", "k", "v", "do", "dv", "written", "d_written", "states", "d_states"),
@@ -59,12 +61,43 @@ OPERANDS = (
 )
 REDUCTION_BYTES = 8192
 # Rows of the table of per-token sums that warpgroups hand each other: "dtotal" and
-# "exit" have one for each of them.
-SUMS = {"dtotal": 0, "exit": 2, "columns": 4, "dbeta": 5}
+# "exit" have one for each that has columns.
+SUMS = {"dtotal": 0, "exit": 2, "columns": 4, "rows": 5, "dbeta": 6}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What a warpgroup does.
+
+    Attributes:
+      columns: which half of the columns it has, `None` for none.
+      pairs: whether it makes P, dR and dP.
+      inverse: whether it makes R and dL.
+      registers: per thread, `None` for as many as there are.
+    """
+
+    columns: int | None = None
+    pairs: bool = False
+    inverse: bool = False
+    registers: int | None = None
+
+
+LAUNCH_REGISTERS = 128  # per thread of four warpgroups, before any of them asks
+# A sum over pairs of tokens is 32 registers, those of dQ and dK in half of the columns
+# 64; products need as many again.
+PARTS = {
+    2: (_Part(columns=0, pairs=True), _Part(columns=1, inverse=True)),
+    4: (
+        _Part(columns=0, registers=144),
+        _Part(columns=1, registers=144),
+        _Part(pairs=True, registers=LAUNCH_REGISTERS),
+        _Part(inverse=True, registers=96),
+    ),
+}
 
 
 def _meet(barrier: Any) -> None:
-    """Both warpgroups see what the other one wrote to shared memory before."""
+    """All warpgroups see what the others wrote to shared memory before."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -123,10 +156,10 @@ def _write_written(smem, half, from_exit):
 
 
 def _pair_gradients(smem, scale, index, d_scores):
-    """dR and dP, and all that is summed over pairs of tokens, in the first warpgroup.
+    """dR and dP, and all that is summed over pairs of tokens.
 
     Returns:
-      The sum of scale dP o G so far, and rowsum Z, a `PER_ROW` vector.
+      The sum of scale dP o G so far.
     """
     row, column = index
     gates = smem["gates"]
@@ -144,11 +177,12 @@ def _pair_gradients(smem, scale, index, d_scores):
     pairs = d_weights * beta + d_qk * tc.load(smem["scores"]).astype(jnp.float32)
     pairs = jnp.where(column < row, pairs, 0.0)
     smem["sums"].at[SUMS["columns"]][...] = jnp.sum(pairs, axis=0)
-    return d_scores + d_qk * decay * scale, jnp.sum(pairs, axis=1)
+    smem["sums"].at[SUMS["rows"]][...] = jnp.sum(pairs, axis=1)
+    return d_scores + d_qk * decay * scale
 
 
 def _inverse_gradient(smem, index, d_kk):
-    """dL from dA, in the second warpgroup.
+    """dL from dA.
 
     Returns:
       The sum of E so far, and dbeta's second term, a `PER_ROW` vector.
@@ -164,17 +198,14 @@ def _inverse_gradient(smem, index, d_kk):
     return d_kk, jnp.sum(d_lower * kk, axis=1)
 
 
-def _key_space(smem, scale, warpgroup, dq, dk, pair_sums):
+def _key_space(smem, scale, columns, dq, dk):
     """Terms of dQ and dK that read or write the state, in half of the K columns.
-
-    Args:
-      pair_sums: rowsum Z or `None`.
 
     Returns:
       dq, dk f32[C, K / 2], this head's terms added.
     """
     gates, sums = smem["gates"], smem["sums"]
-    half = pl.ds(warpgroup * HALF, HALF)
+    half = pl.ds(columns * HALF, HALF)
     enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
     leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
     states, d_states = smem["states"].at[:, half], smem["d_states"].at[:, half]
@@ -182,8 +213,6 @@ def _key_space(smem, scale, warpgroup, dq, dk, pair_sums):
     entering = tc.mma((smem["do"], states)) * tc.per_row(enter * scale, SQUARE)
     queries = tc.load(smem["q"].at[:, half]).astype(jnp.float32)
     d_total = jnp.sum(entering * queries, axis=1)
-    if pair_sums is not None:
-        d_total = d_total + pair_sums
     dq = dq + entering
 
     leaving = tc.mma((smem["written"], d_states)) * tc.per_row(leave, SQUARE)
@@ -203,8 +232,8 @@ def _key_space(smem, scale, warpgroup, dq, dk, pair_sums):
         state = tc.load(smem["states"].at[part]).astype(jnp.float32)
         d_state = tc.load(smem["d_states"].at[part]).astype(jnp.float32)
         kept = kept + jnp.sum(state * d_state, axis=1)
-    sums.at[SUMS["dtotal"] + warpgroup][...] = d_total
-    sums.at[SUMS["exit"] + warpgroup][...] = at_exit + across * kept
+    sums.at[SUMS["dtotal"] + columns][...] = d_total
+    sums.at[SUMS["exit"] + columns][...] = at_exit + across * kept
     return dq, dk
 
 
@@ -212,10 +241,10 @@ def _decay_gradient(smem, index, start):
     """dg of each token, a `PER_ROW` vector."""
     row, column = index
 
-    def load(name: str, warpgroup: int = 0) -> jax.Array:
-        return tc.load(smem["sums"].at[SUMS[name] + warpgroup], tc.PER_COLUMN)
+    def load(name: str, columns: int = 0) -> jax.Array:
+        return tc.load(smem["sums"].at[SUMS[name] + columns], tc.PER_COLUMN)
 
-    d_total = load("dtotal") + load("dtotal", 1) - load("columns")
+    d_total = load("dtotal") + load("dtotal", 1) + load("rows") - load("columns")
     at_exit = load("exit") + load("exit", 1)
     starts, last_start = start
     later = (row <= column) & (row > tc.per_column(starts, SQUARE))
@@ -224,9 +253,9 @@ def _decay_gradient(smem, index, start):
     return jnp.sum(terms, axis=1)
 
 
-def _combine(smem, outputs, tokens, key_head, warpgroup, dq, dk):
-    """Adds what the matrices summed over value heads give, and writes dq and dk."""
-    half = pl.ds(warpgroup * HALF, HALF)
+def _combine(smem, columns, dq, dk):
+    """Adds what the matrices summed over value heads give; dq, dk to shared memory."""
+    half = pl.ds(columns * HALF, HALF)
     q, k = smem["q"].at[:, half], smem["k"].at[:, half]
     d_scores, d_kk = smem["scores"], smem["weights"]
     dq, dk = tc.mma_onto(
@@ -234,13 +263,11 @@ def _combine(smem, outputs, tokens, key_head, warpgroup, dq, dk):
     )
     for place, value in (("v", dq), ("do", dk)):
         smem[place].at[:, half][...] = value.astype(smem[place].dtype)
-    _meet(smem["met"])
-    name, place = (("dq", "v"), ("dk", "do"))[warpgroup]
-    plgpu.copy_smem_to_gmem(smem[place], outputs[name].at[tokens, key_head])
-    plgpu.wait_smem_to_gmem(0)
 
 
-def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float):
+def _chunk_grads_kernel(
+    sources, outputs, smem, *, shapes: Shapes, scale: float, config: Config
+):
     block, key_head = tc.split_index(lax.axis_index("block"), shapes.key_heads)
     row, chunk = tc.split_index(block, shapes.chunks)
     tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
@@ -256,7 +283,7 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
         at = head_of(member)
         _fetch_head(sources, outside, tokens, *at, chunk)
 
-    def first_warpgroup():
+    def start():
         for name in ("q", "k"):
             plgpu.copy_gmem_to_smem(
                 sources[name].at[tokens, key_head],
@@ -264,78 +291,92 @@ def _chunk_grads_kernel(sources, outputs, smem, *, shapes: Shapes, scale: float)
                 smem["keys_arrived"],
             )
         fetch(jnp.int32(0))
-        plgpu.barrier_wait(place["keys_arrived"])
 
-        def value_head(member, carry):
-            dq, dk, d_scores = carry
-            plgpu.barrier_wait(place["arrived"])
-            gates = place["gates"]
-            smem = _slot(place, _unknown_zero(gates))
-            from_exit = _write_missing(smem, pl.ds(0, HALF))
+    def value_head(part, member, sums):
+        """One value head; `sums` over heads are those of `part`, in its order."""
+        columns = part.columns
+        half = None if columns is None else pl.ds(columns * HALF, HALF)
+        sums = list(sums)
+        plgpu.barrier_wait(place["arrived"])
+        gates = place["gates"]
+        smem = _slot(place, _unknown_zero(gates))
+        from_exit = None if half is None else _write_missing(smem, half)
+        if part.pairs:
             # Multiplied again for each head: registers are scarcer than products.
             qk = tc.mma((smem["q"], smem["k"].T))
             scores = qk * decay_matrix(gates, index) * scale
             smem["scores"][...] = scores.astype(shapes.dtype)
-            _meet(smem["met"])
-            plgpu.barrier_wait(smem["later_arrived"])
-            _write_written(smem, pl.ds(0, HALF), from_exit)
-            _meet(smem["met"])
-            d_scores, pair_sums = _pair_gradients(smem, scale, index, d_scores)
-            dq, dk = _key_space(smem, scale, 0, dq, dk, pair_sums)
+        if part.inverse:
+            beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+            inverse = tc.load(smem["inverse"]).astype(jnp.float32)
+            weights = inverse * decay_matrix(gates, index) * beta
+            smem["weights"][...] = weights.astype(shapes.dtype)
+        _meet(smem["met"])
+        plgpu.barrier_wait(smem["later_arrived"])
+        if half is not None:
+            _write_written(smem, half, from_exit)
+        _meet(smem["met"])
+        if part.pairs:
+            sums[-1] = _pair_gradients(smem, scale, index, sums[-1])
+        if columns is not None:
+            sums[:2] = _key_space(smem, scale, columns, *sums[:2])
+        start: Any = None
+        d_beta: Any = None
+        if part.inverse:
+            sums[-1], d_beta = _inverse_gradient(smem, index, sums[-1])
+        if part.pairs:
             starts = tc.load(gates.at[Gate.START], tc.PER_COLUMN).astype(jnp.int32)
             start = starts, gates[Gate.START, CHUNK - 1].astype(jnp.int32)
-            _meet(smem["met"])
+        _meet(smem["met"])
+        if part.columns == 0:
 
             @pl.when(member + 1 < shapes.group)
             def _():
                 fetch(member + 1)
 
+        item = head_of(member)[1]
+        if part.pairs:
             dg = _decay_gradient(smem, index, start)
-            outputs["dg"].at[head_of(member)[1], inside][...] = dg
-            return dq, dk, d_scores
-
-        dq, dk, d_scores = lax.fori_loop(
-            0, shapes.group, value_head, (zeros, zeros, zeros)
-        )
-        outside["scores"][...] = d_scores.astype(shapes.dtype)
-        _meet(place["met"])
-        _combine(outside, outputs, tokens, key_head, 0, dq, dk)
-
-    def second_warpgroup():
-        plgpu.barrier_wait(place["keys_arrived"])
-
-        def value_head(member, carry):
-            dq, dk, d_kk = carry
-            plgpu.barrier_wait(place["arrived"])
-            gates = place["gates"]
-            smem = _slot(place, _unknown_zero(gates))
-            from_exit = _write_missing(smem, pl.ds(HALF, HALF))
-            beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
-            inverse = tc.load(smem["inverse"]).astype(jnp.float32)
-            weights = inverse * decay_matrix(gates, index) * beta
-            smem["weights"][...] = weights.astype(shapes.dtype)
-            _meet(smem["met"])
-            plgpu.barrier_wait(smem["later_arrived"])
-            _write_written(smem, pl.ds(HALF, HALF), from_exit)
-            _meet(smem["met"])
-            dq, dk = _key_space(smem, scale, 1, dq, dk, None)
-            d_kk, d_beta = _inverse_gradient(smem, index, d_kk)
-            _meet(smem["met"])
+            outputs["dg"].at[item, inside][...] = dg
+        if part.inverse:
             d_beta = d_beta + tc.load(smem["sums"].at[SUMS["dbeta"]], tc.PER_ROW)
-            outputs["dbeta"].at[head_of(member)[1], inside][...] = d_beta
-            return dq, dk, d_kk
+            outputs["dbeta"].at[item, inside][...] = d_beta
+        return tuple(sums)
 
-        dq, dk, d_kk = lax.fori_loop(0, shapes.group, value_head, (zeros, zeros, zeros))
-        outside["weights"][...] = d_kk.astype(shapes.dtype)
+    def run(part):
+        if part.registers not in (None, LAUNCH_REGISTERS):
+            action = "increase" if part.registers > LAUNCH_REGISTERS else "decrease"
+            plgpu.set_max_registers(part.registers, action=action)
+        if part.columns == 0:
+            start()
+        plgpu.barrier_wait(place["keys_arrived"])
+        of_pairs = part.pairs or part.inverse
+        *columns_sums, last = lax.fori_loop(
+            0,
+            shapes.group,
+            functools.partial(value_head, part),
+            (zeros,) * (2 * (part.columns is not None) + of_pairs),
+        )
+        if of_pairs:
+            name = "scores" if part.pairs else "weights"
+            outside[name][...] = last.astype(shapes.dtype)
+        else:
+            columns_sums.append(last)
         _meet(place["met"])
-        _combine(outside, outputs, tokens, key_head, 1, dq, dk)
+        if part.columns is not None:
+            _combine(outside, part.columns, *columns_sums)
+        _meet(place["met"])
+        if part.columns is not None:
+            name, result = (("dq", "v"), ("dk", "do"))[part.columns]
+            plgpu.copy_smem_to_gmem(outside[result], outputs[name].at[tokens, key_head])
+            plgpu.wait_smem_to_gmem(0)
 
     warpgroup = lax.axis_index("warpgroup")
-    pl.when(warpgroup == 0)(first_warpgroup)
-    pl.when(warpgroup == 1)(second_warpgroup)
+    for i, part in enumerate(PARTS[config.grads_warpgroups]):
+        pl.when(warpgroup == i)(functools.partial(run, part))
 
 
-def _scratch(shapes: Shapes) -> dict[str, Any]:
+def _scratch(shapes: Shapes, config: Config) -> dict[str, Any]:
     dtype = shapes.dtype
     keys = tc.operand(1, CHUNK, shapes.key_dim, dtype=dtype)
     values = tc.operand(1, CHUNK, shapes.value_dim, dtype=dtype)
@@ -356,25 +397,29 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         "weights": square,
         "scores": square,
         "gates": plgpu.SMEM((len(Gate), CHUNK), jnp.float32),
-        "sums": plgpu.SMEM((6, CHUNK), jnp.float32),
-        "keys_arrived": plgpu.Barrier(num_arrivals=2),
+        "sums": plgpu.SMEM((7, CHUNK), jnp.float32),
+        "keys_arrived": plgpu.Barrier(num_arrivals=2),  # q and k
         "arrived": plgpu.Barrier(num_arrivals=5),
         "later_arrived": plgpu.Barrier(num_arrivals=len(LATER)),
-        "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "met": plgpu.Barrier(num_arrivals=config.grads_warpgroups),
         "d_inverse_ready": plgpu.Barrier(num_arrivals=1),
     }
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def chunk_grads(
-    shapes: Shapes, scale: float, sources: dict[str, jax.Array]
+    shapes: Shapes,
+    scale: float,
+    config: Config,
+    sources: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
     """Gradients of q, k, g and beta.
 
     Args:
       shapes: sizes of the call.
       scale: factor on the output.
+      config: launch parameters.
       sources: q, k [B T, Hk, K]; v, do, dv [B T, Hv, V]; states, d_states
         [B Hv, T / C, V, K]; inverse [B T, Hv, C]; gates f32[B Hv, T / C, len(Gate), C].
 
@@ -384,7 +429,9 @@ def chunk_grads(
     keys = jax.ShapeDtypeStruct(sources["q"].shape, shapes.dtype)
     per_token = jax.ShapeDtypeStruct((shapes.items, shapes.time), jnp.float32)
     out_type = {"dq": keys, "dk": keys, "dg": per_token, "dbeta": per_token}
-    scratch = _scratch(shapes)
+    scratch = _scratch(shapes, config)
+    requested = [x.registers for x in PARTS[config.grads_warpgroups] if x.registers]
+    hw.check_registers(requested)
     hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, "pk_gdn_grads")
 
     def body(*refs, **smem):
@@ -395,6 +442,7 @@ def chunk_grads(
             smem,
             shapes=shapes,
             scale=scale,
+            config=config,
         )
 
     results = plgpu.kernel(
@@ -402,7 +450,7 @@ def chunk_grads(
         out_type=tuple(out_type.values()),
         grid=(shapes.batch * shapes.chunks * shapes.key_heads,),
         grid_names=("block",),
-        num_threads=WARPGROUPS,
+        num_threads=config.grads_warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_grads",

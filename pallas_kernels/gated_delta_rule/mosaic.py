@@ -20,6 +20,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     MIN_LOG_DECAY,
     Shapes,
+    heuristic,
 )
 from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd
 from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
@@ -84,7 +85,7 @@ def _rule_backward(shapes: Shapes, scale: float, saved: Any, cotangents: Any):
         shapes, scale, sources, _flat(state), _flat(d_last)
     )
     between = {"dv": dv, "states": states, "d_states": d_states}
-    grads = chunk_grads(shapes, scale, sources | between)
+    grads = chunk_grads(shapes, scale, heuristic(shapes), sources | between)
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
     return (

@@ -17,6 +17,7 @@ from pallas_kernels.gated_delta_rule import choose, reference, tables
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     HEAD_DIM,
+    Config,
     Gate,
     Shapes,
     refusal,
@@ -255,7 +256,8 @@ def test_states_and_their_gradients_run_through_the_chunks(documents):
     assert_close(d_initial.reshape(want[7].shape), want[7], rel=8e-3, name="dinitial")
 
 
-def test_gradients_of_a_chunk_are_precise_under_strong_decay(documents):
+@pytest.mark.parametrize("warpgroups", [2, 4])
+def test_gradients_of_a_chunk_are_precise_under_strong_decay(documents, warpgroups):
     from pallas_kernels.gated_delta_rule import kernel_grads
 
     args, is_first = documents
@@ -277,7 +279,12 @@ def test_gradients_of_a_chunk_are_precise_under_strong_decay(documents):
     )
     with interpreted():
         got = jax.jit(
-            functools.partial(kernel_grads.chunk_grads, shapes_of(args), SCALE)
+            functools.partial(
+                kernel_grads.chunk_grads,
+                shapes_of(args),
+                SCALE,
+                Config(grads_warpgroups=warpgroups),
+            )
         )(inputs)
 
     def by_token(x):
@@ -406,8 +413,8 @@ def test_kernels_lower_for_the_card(group):
     assert "pk_gdn_fwd" in text
 
 
-@pytest.mark.parametrize("kernel", ["bwd", "grads"])
-def test_gradient_kernels_lower_for_the_card(kernel):
+@pytest.mark.parametrize("kernel, warpgroups", [("bwd", 4), ("grads", 2), ("grads", 4)])
+def test_gradient_kernels_lower_for_the_card(kernel, warpgroups):
     from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_grads
 
     args = jax.eval_shape(lambda: arguments(time=2 * CHUNK, group=2))
@@ -427,7 +434,8 @@ def test_gradient_kernels_lower_for_the_card(kernel):
         fn = functools.partial(kernel_bwd.chunk_bwd, shapes, SCALE)
         operands = (inputs, state, state)
     else:
-        fn = functools.partial(kernel_grads.chunk_grads, shapes, SCALE)
+        config = Config(grads_warpgroups=warpgroups)
+        fn = functools.partial(kernel_grads.chunk_grads, shapes, SCALE, config)
         more = {"dv": values, "states": states, "d_states": states}
         operands = (inputs | more,)
     with hw.assume():
