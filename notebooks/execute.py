@@ -1,0 +1,74 @@
+"""Runs notebooks in full and saves them with their outputs.
+
+    uv run python notebooks/execute.py [NOTEBOOK...]
+
+By default all of this folder. What differs from run to run without meaning anything
+(times, versions) is not saved. The tests run the same notebooks with JAXACCEL_TINY=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+
+import nbclient
+import nbformat
+
+
+FOLDER = pathlib.Path(__file__).parent
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def run(
+    path: pathlib.Path, folder: pathlib.Path, environment: Mapping[str, str]
+) -> nbformat.NotebookNode:
+    """Runs a notebook from its first cell in a kernel of its own.
+
+    Args:
+      path: the notebook; the file is left as it is.
+      folder: where it runs.
+      environment: of the kernel's process.
+
+    Returns:
+      The notebook with its new outputs, and no more metadata than Jupyter needs.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raised.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=3600,
+        kernel_name="python3",
+        record_timing=False,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    with tempfile.TemporaryDirectory() as sockets:
+        if os.name == "posix":
+            # Over TCP a kernel can be listened to, and says so in a warning.
+            manager = client.create_kernel_manager()
+            manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
+        client.execute(env=dict(environment))
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict({})
+    return notebook
+
+
+def main() -> None:
+    """Runs and saves the notebooks named on the command line."""
+    parser = argparse.ArgumentParser(description="Runs notebooks and saves them.")
+    parser.add_argument("notebooks", nargs="*", type=pathlib.Path)
+    for path in parser.parse_args().notebooks or sorted(FOLDER.glob("*.ipynb")):
+        nbformat.write(run(path, path.resolve().parent, os.environ), path)
+        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
