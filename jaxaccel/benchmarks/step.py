@@ -48,7 +48,9 @@ class Contender:
       peak_bytes: arguments, results and temporaries of the compiled step.
       losses: of the steps done so far.
       step_ms: device and host time of a step, one entry per round.
-      dispatch_ms: host time until a step's call returned, one entry per round.
+      dispatch_ms: host time until a step's call returned, one entry per round. On a
+        GPU the call also launches the step's kernels, and waits where more of them
+        are queued than the device takes.
     """
 
     name: str

@@ -37,7 +37,8 @@ def assert_close(
 
     Args:
       actual: what the kernel gave.
-      expected: what the reference gave, same shape, float32 or better.
+      expected: what the reference gave, same shape, float32 or better; where it is
+        NaN or infinite, so must `actual` be.
       rel: largest relative Frobenius error; by `actual`'s dtype if not given.
       block_rel: the same for the worst block; 4 x `rel` if not given. A block whose
         norm is under a tenth of the typical one is measured against that tenth.
@@ -60,6 +61,15 @@ def assert_close(
             f"{name}: {int(bad.sum())} of {bad.size} values are not finite, the "
             f"first at {first}"
         )
+    odd = ~np.isfinite(want)
+    if (bad := odd & ~((got == want) | (np.isnan(got) & np.isnan(want)))).any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.size} values are not the NaN or "
+            f"infinity expected, the first at {first}"
+        )
+    # One NaN in a norm would make every comparison below true.
+    got, want = np.where(odd, 0.0, got), np.where(odd, 0.0, want)
     rel = RELATIVE[dtype] if rel is None else rel
     if (error := relative_error(got, want)) > rel:
         raise AssertionError(f"{name}: relative error {error:.3g}, limit {rel:.3g}")

@@ -61,3 +61,13 @@ def test_zeros_are_compared_in_absolute_terms():
 def test_shapes_must_agree():
     with pytest.raises(AssertionError, match="shape"):
         assert_close(EXPECTED[:3], EXPECTED)
+
+
+def test_a_nan_that_is_expected_hides_nothing_else():
+    expected = np.ones((4, 8), np.float32)
+    expected[1, 2] = np.nan
+    assert_close(expected.copy(), expected)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(np.where(np.isnan(expected), expected, 777.0), expected)
+    with pytest.raises(AssertionError, match="NaN or infinity expected"):
+        assert_close(np.full_like(expected, 777.0), expected)
