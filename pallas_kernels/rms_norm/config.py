@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels._common import hw, tuning
@@ -146,6 +147,9 @@ def pick(rows: int, width: int, dtype: Any, direction: str, gated: bool) -> Conf
 
 def refusal(rows: int, width: int, dtype: Any) -> str | None:
     """Why the kernels cannot tile [rows, width], `None` if they can."""
+    if jax.__version_info__ >= (0, 12):
+        # Mosaic GPU 0.12 refuses the 32-byte loads of a float32 scale.
+        return f"the kernels lower with jax 0.11, this is jax {jax.__version__}"
     if (row_bytes := width * jnp.dtype(dtype).itemsize) % 128:
         return f"a row of {row_bytes} bytes is no multiple of 128, as copies need"
     splits = [t for t in THREADS if vector_width(width, t, dtype)]
