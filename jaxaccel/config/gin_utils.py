@@ -28,6 +28,7 @@ from jaxaccel.config.statements import (
     Reference,
     annotations_of,
     find_configurable,
+    macros_in,
     suggest,
 )
 
@@ -102,7 +103,8 @@ def read_experiment(
     reader.read_command_line("--gin", assignments, text_allowed=True)
     builder = _Builder(reader.bindings)
     experiment = builder.build_root()
-    unused = [b for b in reader.bindings.values() if b.key not in builder.used]
+    used = builder.used | _macros_of_replaced(reader)
+    unused = [b for b in reader.bindings.values() if b.key not in used]
     if unused:
         raise ConfigError(
             "\n".join(
@@ -114,6 +116,23 @@ def read_experiment(
     return LoadedExperiment(
         experiment, tuple(reader.bindings.values()), tuple(reader.imports)
     )
+
+
+def _macros_of_replaced(reader: Reader) -> set[tuple[str, str, str]]:
+    """Keys of the macros that settings referred to before others replaced them.
+
+    A file may well define a macro for a setting that the command line then sets: it
+    is a macro without any use that tells of a mistake.
+    """
+    found: set[tuple[str, str, str]] = set()
+    waiting = [name for b in reader.replaced for name in macros_in(b.value)]
+    while waiting:
+        key = (waiting.pop(), MACRO, "value")
+        binding = reader.bindings.get(key)
+        if binding is not None and key not in found:
+            found.add(key)
+            waiting.extend(macros_in(binding.value))
+    return found
 
 
 def _why_unused(binding: Binding, built: set[str]) -> str:

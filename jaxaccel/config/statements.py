@@ -79,16 +79,34 @@ class Binding:
         return f"{self.scope}/{name}" if self.scope else name
 
 
+def macros_in(value: Any) -> set[str]:
+    """Names of the macros that a value refers to."""
+    if isinstance(value, Macro):
+        return {value.name}
+    if isinstance(value, dict):
+        value = (*value.keys(), *value.values())
+    if isinstance(value, list | tuple):
+        return set().union(*map(macros_in, value))
+    return set()
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Reader:
-    """Collects the statements of files, includes and the command line."""
+    """Collects the statements of files, includes and the command line.
+
+    Attributes:
+      bindings: the settings in effect, by key.
+      replaced: the settings that later ones took the place of.
+      imports: modules that the files import.
+    """
 
     def __init__(self, search_paths: list[pathlib.Path]):
         self.bindings: dict[tuple[str, str, str], Binding] = {}
+        self.replaced: list[Binding] = []
         self.imports: list[str] = []
         self._search_paths = search_paths
 
@@ -176,7 +194,8 @@ class Reader:
             )
         seen[binding.key] = binding
         # A later setting also takes the later place in the order.
-        self.bindings.pop(binding.key, None)
+        if (replaced := self.bindings.pop(binding.key, None)) is not None:
+            self.replaced.append(replaced)
         self.bindings[binding.key] = binding
 
     def _as_text(self, text: str, where: str) -> Binding | None:
