@@ -17,6 +17,7 @@ from jaxaccel.data.batch import PackedBatch
 from jaxaccel.data.corpus import Corpus, Tokenizer
 from jaxaccel.data.sources import Source, StdlibSource, check_fraction
 from jaxaccel.data.stream import BatchSource, PackedStream, StreamSpec
+from jaxaccel.data.worker import exit_with_parent
 
 
 _STATE_VERSION = 1
@@ -395,6 +396,7 @@ class PackedIterator(Iterator[PackedBatch]):
                 grain.MultiprocessingOptions(
                     num_workers=self._num_workers,
                     per_worker_buffer_size=max(self._prefetch, 1),
-                )
+                ),
+                worker_init_fn=exit_with_parent,
             )
         return iter(dataset)

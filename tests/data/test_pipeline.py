@@ -3,7 +3,11 @@
 import collections
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 
+import grain
 import numpy as np
 import pytest
 
@@ -11,6 +15,7 @@ from jaxaccel.data.corpus import Corpus
 from jaxaccel.data.pipeline import DataConfig, make_iterator, prepare
 from jaxaccel.data.sources import InMemorySource, StdlibSource, TextFolderSource
 from jaxaccel.data.tokenizer import ByteTokenizer, train_bpe
+from jaxaccel.data.worker import exit_with_parent
 
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "num_bytes")
@@ -178,6 +183,42 @@ def test_worker_processes_change_nothing(tmp_path):
         _assert_same(_take(iterator, 5), expected[:5])
         plain.set_state(json.loads(json.dumps(iterator.get_state())))
     _assert_same(_take(plain, 4), expected[5:])
+
+
+def test_workers_watch_their_parent(monkeypatch):
+    given = []
+
+    def prefetch(dataset, options, worker_init_fn=None):
+        given.append((options.num_workers, worker_init_fn))
+        return dataset
+
+    monkeypatch.setattr(grain.IterDataset, "mp_prefetch", prefetch)
+    config = _config(num_workers=2)
+    next(make_iterator(prepare(config), config))
+    assert given == [(2, exit_with_parent)]
+
+
+def test_a_worker_ends_when_its_parent_is_killed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing, os, signal, time\n"
+        "from jaxaccel.data.worker import exit_with_parent\n"
+        "def work(pipe):\n"
+        "    exit_with_parent(0, 1)\n"
+        "    pipe.send('works')\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    here, there = context.Pipe()\n"
+        "    context.Process(target=work, args=(there,), daemon=True).start()\n"
+        "    print(here.recv(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # The worker holds its parent's output open, so reading ends when both are gone.
+    done = subprocess.run(
+        [sys.executable, program], stdout=subprocess.PIPE, text=True, timeout=20
+    )
+    assert (done.stdout, done.returncode) == ("works\n", -signal.SIGKILL)
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
