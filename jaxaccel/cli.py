@@ -136,7 +136,10 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", required=True, help="folder of a run, such as runs/tiny"
     )
     generate.add_argument(
-        "--prompt", action="append", help="text to continue; may be given repeatedly"
+        "--prompt",
+        action="append",
+        help="text to continue, best without a blank at the end, because words begin "
+        "with theirs; may be given repeatedly",
     )
     generate.add_argument("--max_new_tokens", type=int, default=128)
     generate.add_argument("--temperature", type=float, default=0.8)
@@ -195,6 +198,16 @@ def _add_gin_options(parser: argparse.ArgumentParser) -> None:
         help="where gin files and includes are also looked for; repeatable",
     )
     parser.epilog = "--gin.NAME=VALUE sets one binding; a string needs no quotes."
+
+
+def _given_gin_options(arguments: argparse.Namespace) -> list[str]:
+    """The options of `_add_gin_options` that are given, as they were spelt."""
+    return [
+        *(f"--gin_file={path}" for path in arguments.gin_file),
+        *(f"--gin_bindings={binding}" for binding in arguments.gin_bindings),
+        *(f"{_ASSIGNMENT}{binding}" for binding in arguments.gin_assignment),
+        *(f"--gin_search_paths={path}" for path in arguments.gin_search_paths),
+    ]
 
 
 def _step_range(text: str) -> tuple[int, int]:
@@ -312,6 +325,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         min_p=arguments.min_p,
     )
     prompts = arguments.prompt or [""]
+    for prompt in prompts:
+        _check_text("--prompt", prompt)
     if arguments.stream and len(prompts) > 1:
         raise ValueError(f"--stream prints one prompt, {len(prompts)} are given")
     if arguments.max_new_tokens < 1:
@@ -346,19 +361,36 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_text(option: str, text: str) -> None:
+    """Refuses an argument whose bytes the terminal's encoding cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        given = os.fsencode(text)
+        raise ValueError(f"{option}: {given!r} is not UTF-8 text") from None
+
+
 def _describe(arguments: argparse.Namespace) -> int:
     from jaxaccel.models.describe import describe
 
-    if bool(arguments.checkpoint) == bool(arguments.gin_file):
-        raise ValueError("describe needs either --gin_file or --checkpoint")
     seq_len = arguments.seq_len
+    if seq_len is not None and seq_len < 1:
+        raise ValueError(f"--seq_len={seq_len} is less than 1")
+    given = _given_gin_options(arguments)
+    if arguments.checkpoint and given:
+        raise ValueError(
+            "describe --checkpoint takes the model as it was saved, and would ignore "
+            f"{', '.join(given)}; give either --checkpoint or --gin_file"
+        )
+    if not arguments.checkpoint and not arguments.gin_file:
+        raise ValueError("describe needs either --gin_file or --checkpoint")
     if arguments.checkpoint:
         config = _checkpoint_config(pathlib.Path(arguments.checkpoint))
     else:
         experiment = _read_experiment(arguments).experiment
         config = experiment.model.decoder()
-        seq_len = seq_len or experiment.data.seq_len
-    print(describe(config, seq_len or 4096).table())
+        seq_len = experiment.data.seq_len if seq_len is None else seq_len
+    print(describe(config, 4096 if seq_len is None else seq_len).table())
     return 0
 
 

@@ -1,6 +1,7 @@
 """The commands: what they print, what they write, and how they end on mistakes."""
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jaxaccel import cli
 from jaxaccel.config import load_experiment
+from jaxaccel.config.registry import SampleConfig
 from jaxaccel.data.tokenizer import ByteTokenizer
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.training.checkpoint import CheckpointExtras, save_checkpoint
@@ -110,6 +112,22 @@ def test_describe_tells_size_and_costs(capsys, checkpoint):
     assert "at 8 tokens" in printed
 
 
+def test_describe_refuses_what_it_would_not_heed(capsys, checkpoint, gin_file):
+    of_run = ["describe", f"--checkpoint={checkpoint}"]
+    for option in (
+        "--gin.TrainConfig.num_step=3",
+        "--gin_bindings=TrainConfig.num_steps = 3",
+        f"--gin_file={gin_file}",
+        "--gin_search_paths=x",
+    ):
+        assert option in fails(capsys, *of_run, option)
+    for source in (of_run, ["describe", f"--gin_file={gin_file}"]):
+        for length in (0, -3):
+            message = fails(capsys, *source, f"--seq_len={length}")
+            assert f"--seq_len={length} is less than 1" in message
+    assert "either" in fails(capsys, "describe", "--gin.TrainConfig.num_steps=3")
+
+
 def test_bindings_reach_the_model(capsys, gin_file):
     argv = ["describe", f"--gin_file={gin_file}"]
     name = "Qwen3_5TextConfig.num_layers"
@@ -136,6 +154,8 @@ def test_generate_refuses_bad_input(capsys, checkpoint, tmp_path):
     assert "top_p=2.0" in fails(capsys, *command, "--top_p=2")
     assert "--max_new_tokens=0" in fails(capsys, *command, "--max_new_tokens=0")
     assert "--stream" in fails(capsys, *command, "--stream", "--prompt=a", "--prompt=b")
+    prompt = os.fsdecode(b"--prompt=ab\xff\xfe")
+    assert r"--prompt: b'ab\xff\xfe' is not UTF-8" in fails(capsys, *command, prompt)
     message = fails(capsys, "generate", "--checkpoint", tmp_path / "none")
     assert "no complete checkpoint" in message
 
@@ -152,6 +172,16 @@ def test_mistakes_in_the_config_end_with_one_line(capsys, gin_file, tmp_path):
     assert "no.gin not found" in fails(capsys, *train, "--gin_file=no.gin")
     assert "give --gin_file" in fails(capsys, *train)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_shorter_than_its_warm_up_is_refused(capsys, gin_file, tmp_path):
+    argv = ["train", f"--gin_file={gin_file}", f"--workdir={tmp_path / 'run'}"]
+    message = fails(capsys, *argv, "--gin.TrainConfig.num_steps=2")
+    assert "warmup_steps is 100, the run has 2 steps" in message
+
+
+def test_default_prompts_end_where_a_token_may():
+    assert all(p and p == p.rstrip() for p in SampleConfig().prompts)
 
 
 def test_debug_shows_where(gin_file):

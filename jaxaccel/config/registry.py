@@ -30,13 +30,14 @@ class SampleConfig:
     """The text that a training run writes when it ends.
 
     Attributes:
-      prompts: beginnings to continue.
+      prompts: beginnings to continue. Best without a blank at the end: in a trained
+        tokenizer a word begins with its blank, so that a blank by itself is rare.
       max_new_tokens: length of each continuation.
       sampling: how tokens are drawn.
       seed: of the draws.
     """
 
-    prompts: tuple[str, ...] = ("def ", "The ")
+    prompts: tuple[str, ...] = ("def", "The")
     max_new_tokens: int = 64
     sampling: SamplingConfig = dataclasses.field(
         default_factory=lambda: SamplingConfig(temperature=0.8, top_p=0.95)
