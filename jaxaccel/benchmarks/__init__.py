@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 
 
-_COMMANDS = ("step", "ablation", "render")
+_COMMANDS = {
+    "step": "our training step against the same model in plain JAX",
+    "ablation": "train configs that differ in one thing, over seeds",
+    "render": "write the README's tables from experiments/results/",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -16,7 +20,9 @@ def main(argv: list[str]) -> int:
     """
     name = argv[0] if argv else ""
     if name in ("", "-h", "--help"):
-        print(f"usage: jaxaccel bench {{{','.join(_COMMANDS)}}} [options]")
+        print(f"usage: jaxaccel bench {{{','.join(_COMMANDS)}}} [options]\n")
+        for command, does in _COMMANDS.items():
+            print(f"  {command:10s}{does}")
         return 0
     if name not in _COMMANDS:
         raise ValueError(

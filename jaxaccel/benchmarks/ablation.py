@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 from jaxaccel.benchmarks import results
+from jaxaccel.benchmarks.step import add_options
 from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.models.describe import describe
 from jaxaccel.training.loop import train
@@ -73,12 +74,11 @@ def measure(
 
 def main(argv: list[str]) -> int:
     """The command line; rows are written as each config ends."""
-    parser = argparse.ArgumentParser(prog="jaxaccel bench ablation")
-    parser.add_argument("--gin_file", action="append", required=True)
-    parser.add_argument("--gin_bindings", action="append", default=[])
+    parser = argparse.ArgumentParser(
+        prog="jaxaccel bench ablation", description=__doc__
+    )
+    add_options(parser)
     parser.add_argument("--seeds", default="0,1", help="separated by commas")
-    parser.add_argument("--commit", help="of the code, where git cannot say")
-    parser.add_argument("--json", type=pathlib.Path, required=True)
     options = parser.parse_args(argv)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     about, rows = results.stamp(options.commit), []

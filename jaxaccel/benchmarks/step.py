@@ -240,15 +240,28 @@ def summary(
     return rows
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that the system benchmarks share."""
+    parser.add_argument(
+        "--gin_file", action="append", required=True, help="may be given repeatedly"
+    )
+    parser.add_argument(
+        "--gin_bindings", action="append", default=[], help="bindings that override"
+    )
+    parser.add_argument("--commit", help="of the code, where git cannot say")
+    parser.add_argument(
+        "--json", type=pathlib.Path, required=True, help="where the rows go"
+    )
+
+
 def main(argv: list[str]) -> int:
     """The command line; exit status 1 if the two losses disagree."""
     parser = argparse.ArgumentParser(prog="jaxaccel bench step", description=__doc__)
-    parser.add_argument("--gin_file", action="append", required=True)
-    parser.add_argument("--gin_bindings", action="append", default=[])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--commit", help="of the code, where git cannot say")
-    parser.add_argument("--json", type=pathlib.Path, required=True)
+    add_options(parser)
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="turns of each step, one to warm up"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps in a turn")
     options = parser.parse_args(argv)
     experiment = load_experiment(options.gin_file, options.gin_bindings)
     workload = pathlib.PurePath(options.gin_file[0]).with_suffix("").as_posix()
