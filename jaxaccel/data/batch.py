@@ -38,7 +38,7 @@ class PackingMetadata:
     """Where documents begin and end, in the form the layers read.
 
     Attributes:
-      segment_ids: i32[B, T], 0 is padding.
+      segment_ids: i32[B, T], documents count from 1 in each row, 0 is padding.
       positions: i32[B, T], index inside the document, counted on from the cache.
       is_real: bool[B, T], false on padding.
       is_first: bool[B, T], true on a token that must not see what came before it in
@@ -65,8 +65,9 @@ def packing_metadata(
 
     Args:
       shape: (B, T).
-      segment_ids: i32[B, T], 0 is padding, else documents in any numbering that
-        changes at each border; `None` means one document per row without padding.
+      segment_ids: i32[B, T], 0 or less is padding, else documents in any numbering
+        that changes at each border; an id that comes back after another one or after
+        padding is a new document. `None` means one document per row without padding.
       positions: i32[B, T]; `None` counts from the start of each document.
       cached_length: i32[B], tokens of the row's document that a cache already holds;
         the first token of the row then continues that document.
@@ -89,6 +90,10 @@ def packing_metadata(
     # [B, T]: the token before, with a sentinel that no document has in front.
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     is_first = is_real & (segment_ids != before)
+    if ids_are_given:
+        # Attention compares ids: one that comes back must not join two documents.
+        number = jnp.cumsum(is_first, axis=1, dtype=jnp.int32)
+        segment_ids = jnp.where(is_real, number, 0)
     start = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
     if positions is None:
         positions = jnp.where(is_real, index - start, 0)
