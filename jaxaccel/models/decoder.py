@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
+from jaxaccel.cache.dense import KVCache
 from jaxaccel.data.batch import PackingMetadata, packing_metadata
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.nn.attention import Attention, AttentionConfig
@@ -193,14 +195,19 @@ class Decoder(nnx.Module):
           positions: i32[B, T]; `None` counts from each document's start, behind what
             the cache holds.
           cache: what earlier calls read; then each row holds one document, padded
-            left or right or not at all, and tokens beyond the cache's length are lost.
+            left or right or not at all, whatever its id: a call goes on with what the
+            row holds, and `DecoderCache.reset` starts a new document. Real tokens
+            beyond the cache's slots, over all calls, are lost; their number is known
+            only on the device.
           output_hidden_states: return every layer's output.
 
         Returns:
           The output. Values at padding mean nothing.
 
         Raises:
-          ValueError: a shape differs from that of `tokens`.
+          ValueError: a shape differs from that of `tokens`; T is more than the slots
+            of the cache; or `segments` comes with a cache and is a numpy array in
+            which a row holds more than one run of real tokens of one document.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [B, T], got shape {tokens.shape}")
@@ -210,6 +217,8 @@ class Decoder(nnx.Module):
                 f"the cache has {length.shape[0]} rows, tokens have {tokens.shape[0]}"
             )
         batch, time = tokens.shape
+        if cache is not None:
+            _check_cached_call(time, segments, cache)
         meta = packing_metadata(
             (batch, time),
             segment_ids=segments,
@@ -396,6 +405,23 @@ def init_decoder(config: DecoderConfig, key: jax.Array | int = 0) -> Decoder:
 
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, jax.jit(parameters)(key))
+
+
+def _check_cached_call(time: int, segments: Any, cache: DecoderCache) -> None:
+    """Refuses what a cache cannot take, as far as it is known before running."""
+    slots = [c.k.shape[2] for c in cache.layers if isinstance(c, KVCache)]
+    if slots and time > min(slots):
+        raise ValueError(
+            f"tokens have T={time}, more than the {min(slots)} slots of the cache"
+        )
+    if isinstance(segments, np.ndarray) and segments.ndim == 2:
+        before = np.pad(segments[:, :-1], ((0, 0), (1, 0)))
+        documents = np.sum((segments > 0) & (segments != before), axis=1)  # [B]
+        for row in np.flatnonzero(documents > 1)[:1]:
+            raise ValueError(
+                f"segments[{row}] holds {documents[row]} documents, with a cache a row "
+                "is one document without padding inside"
+            )
 
 
 def _norm_arguments(config: DecoderConfig) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """The decoder as a whole: scan, caches, packing, remat, prediction head."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from sequence_checks import T, only, same, shift
 
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.models.config import DecoderConfig
@@ -16,9 +19,10 @@ from jaxaccel.nn.rope import RopeConfig
 from jaxaccel.nn.router import MoEConfig, RouterBias
 
 
-T = 130  # One length for all calls: each further one would compile anew.
 VOCAB = 29
 MATRICES = {"kernel", "embedding", "w_in", "w_out", "conv_kernel"}
+# Four layers add up what one mixer rounds.
+_same = functools.partial(same, atol=5e-4)
 
 
 def _config(**changes):
@@ -120,25 +124,9 @@ def stepped(decoder, tokens):
     return jnp.concatenate(outputs, axis=1), caches
 
 
-def _same(got, want, atol=5e-4):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol)
-
-
 def _row(cache, row):
     """One row of a cache: batch is the second axis of the layers' leaves."""
     return jax.tree.map(lambda leaf: leaf[:, row], cache.layers), cache.length[row]
-
-
-def _only(lengths, left=False):
-    index, lengths = np.arange(T)[None], np.asarray(lengths)[:, None]
-    real = index >= T - lengths if left else index < lengths
-    return jnp.asarray(real, jnp.int32)
-
-
-def _shift(tokens, amounts):
-    rows = zip(tokens, amounts, strict=True)
-    return jnp.stack([jnp.roll(row, -n) for row, n in rows])
 
 
 @pytest.fixture(scope="module")
@@ -160,13 +148,13 @@ def test_right_padded_prefill_then_the_rest(decoder, tokens, stepped, n):
     outputs, caches = stepped
     lengths = [n, max(1, n - 10)]
     cache = decoder.merge().init_cache(2, T)
-    logits, cache = decoder.cached(decoder.state, tokens, _only(lengths), cache)
+    logits, cache = decoder.cached(decoder.state, tokens, only(lengths), cache)
     for row, count in enumerate(lengths):
         _same(logits[row, :count], outputs[row, :count])
         _same(_row(cache, row), _row(caches[count], row))
     rest = [T - count for count in lengths]
     logits, cache = decoder.cached(
-        decoder.state, _shift(tokens, lengths), _only(rest), cache
+        decoder.state, shift(tokens, lengths), only(rest), cache
     )
     for row, count in enumerate(rest):
         _same(logits[row, :count], outputs[row, T - count :])
@@ -176,10 +164,10 @@ def test_right_padded_prefill_then_the_rest(decoder, tokens, stepped, n):
 def test_left_padding_changes_nothing(decoder, tokens, stepped):
     outputs, caches = stepped
     lengths = [127, 64]
-    moved = _shift(tokens, [n - T for n in lengths])
+    moved = shift(tokens, [n - T for n in lengths])
     cache = decoder.merge().init_cache(2, T)
     logits, cache = decoder.cached(
-        decoder.state, moved, _only(lengths, left=True), cache
+        decoder.state, moved, only(lengths, left=True), cache
     )
     for row, count in enumerate(lengths):
         _same(logits[row, T - count :], outputs[row, :count])
@@ -197,13 +185,26 @@ def test_reset_rows_start_over(decoder, tokens, stepped):
 def test_packed_documents_equal_separate_ones(decoder, tokens):
     segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [50, 65, 15], axis=1))
     logits, _ = decoder.packed(decoder.state, tokens, segments)
-    alone = _shift(tokens, [50, 50])
-    separate, _ = decoder.packed(decoder.state, alone, _only([65, 65]))
+    alone = shift(tokens, [50, 50])
+    separate, _ = decoder.packed(decoder.state, alone, only([65, 65]))
     _same(logits[:, 50:115], separate[:, :65])
     other = jnp.where(segments == 1, (tokens + 1) % VOCAB, tokens)
     moved, _ = decoder.packed(decoder.state, other, segments)
     np.testing.assert_array_equal(moved[:, 50:115], logits[:, 50:115])
     assert float(jnp.abs(moved[:, :50] - logits[:, :50]).max()) > 0.1
+
+
+def test_ids_that_come_back_are_new_documents(decoder, tokens):
+    def logits(ids):
+        segments = jnp.asarray(np.repeat(ids, [50, 30, 50], axis=1), jnp.int32)
+        return np.asarray(decoder.packed(decoder.state, tokens, segments)[0])
+
+    got, want = logits([[7, 2, 7], [1, -4, 1]]), logits([[1, 2, 3], [1, 0, 2]])
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(
+        np.delete(got[1], range(50, 80), axis=0),
+        np.delete(want[1], range(50, 80), axis=0),
+    )
 
 
 def test_hidden_states_are_those_of_an_unrolled_loop(decoder, tokens, packed_whole):
@@ -435,6 +436,15 @@ def test_bad_inputs_raise(decoder):
         model(jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 4), jnp.int32))
     with pytest.raises(ValueError, match="cache has 3 rows, tokens have 2"):
         model(jnp.zeros((2, 1), jnp.int32), cache=model.init_cache(3, 4))
+    with pytest.raises(ValueError, match="T=5, more than the 4 slots"):
+        model(jnp.zeros((2, 5), jnp.int32), cache=model.init_cache(2, 4))
+    for ids in ([0, 1, 2, 2], [1, 0, 0, 1]):
+        with pytest.raises(ValueError, match=r"segments\[1\] holds 2 documents"):
+            model(
+                jnp.zeros((2, 4), jnp.int32),
+                np.array([[0, 3, 3, 0], ids], np.int32),
+                cache=model.init_cache(2, 4),
+            )
     with pytest.raises(ValueError, match="no MTP head"):
         model.mtp_logits(jnp.zeros((1, 2, 12)), jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="token id -1"):
