@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +55,16 @@ def filter_logits(
       config: the filters; `temperature` must not be 0.
 
     Returns:
-      f32[B, M] logits with -inf where excluded, and i32[B, M] the token of each
-      column, or `None` where column and token are the same (M == V).
+      f32[B, M] logits less the row's largest, -inf where excluded, and i32[B, M] the
+      token of each column, or `None` where column and token are the same (M == V).
     """
     vocab = logits.shape[-1]
-    logits = logits / config.temperature
+    # Below the largest, a quotient that overflows becomes -inf, which a softmax takes;
+    # and what float32 cannot hold would be a temperature of 0 or infinity.
+    largest = jnp.max(logits, axis=-1, keepdims=True)  # [B, 1]
+    tiny = float(np.finfo(np.float32).tiny)
+    temperature = min(max(config.temperature, tiny), 1.0 / tiny)
+    logits = (logits - largest) / temperature
     tokens = None
     top_p = 1.0 if config.top_p is None else config.top_p
     if config.top_k is not None or top_p < 1.0:

@@ -81,6 +81,25 @@ def test_top_p_agrees_with_a_plain_loop(values, top_p):
     assert kept_tokens(logits[None], top_p=top_p) == [expected]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-38, 1e-30])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}])
+def test_a_tiny_temperature_draws_the_likeliest(temperature, options):
+    logits = jnp.asarray([[90.0, 100.0, -jnp.inf, -80.0], [-7.0, -6.0, -5.0, -5.0]])
+    config = SamplingConfig(temperature=temperature, **options)
+    kept = np.asarray(filter_logits(logits, config)[0])
+    assert (kept.max(-1) == 0).all()
+    assert not np.isnan(kept).any()
+    drawn = [sample(logits, jax.random.key(seed), config) for seed in range(8)]
+    assert {int(row[0]) for row in drawn} == {1}
+    assert {int(row[1]) for row in drawn} <= {2, 3}
+
+
+def test_a_huge_temperature_draws_what_is_allowed():
+    logits = jnp.asarray([[9.0, -jnp.inf, -9.0, 0.0]])
+    kept, _ = filter_logits(logits, SamplingConfig(temperature=1e300))
+    np.testing.assert_allclose(kept, [[0.0, -jnp.inf, 0.0, 0.0]], atol=1e-30)
+
+
 def test_greedy_ignores_key_and_filters():
     logits = jnp.asarray([[0.0, 5.0, 5.0], [9.0, 1.0, 2.0]])
     config = SamplingConfig(temperature=0.0, top_k=1, top_p=0.1)
