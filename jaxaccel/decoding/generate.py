@@ -38,6 +38,20 @@ class _Carry:
     cache: Any
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """Draws the next token of each row, of those below `vocab_limit`."""
+
+    sampling: SamplingConfig
+    vocab_limit: int
+
+    def __call__(self, logits: jax.Array, keys: jax.Array, step: jax.Array):
+        """f32[B, V] logits, a key a row, the step's number -> i32[B]."""
+        step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
+        logits = logits[:, : self.vocab_limit].astype(jnp.float32)
+        return sample(logits, step_keys, self.sampling)
+
+
 def bucket(length: int) -> int:
     """The padded length that programs are compiled for: a power of two, or 3/4 of one.
 
@@ -59,6 +73,7 @@ def generate(
     max_new_tokens: int,
     sampling: SamplingConfig | None = None,
     stop_tokens: Sequence[int] = (),
+    vocab_limit: int | None = None,
     seed: int | Sequence[int] = 0,
     stream: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
@@ -73,6 +88,8 @@ def generate(
       max_new_tokens: the most tokens a continuation has.
       sampling: how tokens are drawn; `None` draws from the plain distribution.
       stop_tokens: a row ends before the first of these; it is not returned.
+      vocab_limit: only tokens below this are drawn, for a model with more logits than
+        its tokenizer has ids; `None`, or more than the vocabulary, allows them all.
       seed: one seed, from which each row gets its own by its index, or one seed a
         row. A row's draws depend on its seed and prompt, not on the other rows.
       stream: called with (row, token) for each token as soon as it is there.
@@ -90,6 +107,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling=sampling or SamplingConfig(),
         stop_tokens=stop_tokens,
+        vocab_limit=vocab_limit,
         seed=seed,
         tokens_per_call=1 if stream else max_new_tokens,
     )
@@ -107,6 +125,7 @@ def generate_stream(
     max_new_tokens: int,
     sampling: SamplingConfig | None = None,
     stop_tokens: Sequence[int] = (),
+    vocab_limit: int | None = None,
     seed: int | Sequence[int] = 0,
     tokens_per_call: int = 1,
 ) -> Iterator[tuple[int, int]]:
@@ -118,6 +137,7 @@ def generate_stream(
       max_new_tokens: likewise.
       sampling: likewise.
       stop_tokens: likewise.
+      vocab_limit: likewise.
       seed: likewise.
       tokens_per_call: steps that run on the device before the host hears of them.
 
@@ -130,6 +150,7 @@ def generate_stream(
         max_new_tokens=max_new_tokens,
         sampling=sampling or SamplingConfig(),
         stop_tokens=stop_tokens,
+        vocab_limit=vocab_limit,
         seed=seed,
         tokens_per_call=tokens_per_call,
     )
@@ -149,7 +170,8 @@ def generate_text(
 
     Args:
       model: a `Decoder`.
-      tokenizer: with `encode`, `decode` and `eos_id`.
+      tokenizer: with `encode`, `decode`, `vocab_size`, `bos_id` and `eos_id`; ids that
+        it lacks are never drawn.
       prompts: texts; an empty one begins a new document.
       max_new_tokens: the most tokens a continuation has.
       sampling: how tokens are drawn.
@@ -180,6 +202,7 @@ def generate_text(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop_tokens=(tokenizer.eos_id,),
+        vocab_limit=tokenizer.vocab_size,
         seed=seed,
         stream=tell if stream else None,
     )
@@ -198,6 +221,7 @@ def _events(
     max_new_tokens: int,
     sampling: SamplingConfig,
     stop_tokens: Sequence[int],
+    vocab_limit: int | None,
     seed: int | Sequence[int],
     tokens_per_call: int,
 ) -> Iterator[tuple[int, int]]:
@@ -208,11 +232,16 @@ def _events(
         raise ValueError(f"max_new_tokens={max_new_tokens} is less than 1")
     if tokens_per_call < 1:
         raise ValueError(f"tokens_per_call={tokens_per_call} is less than 1")
+    if vocab_limit is not None and vocab_limit < 1:
+        raise ValueError(f"vocab_limit={vocab_limit} is less than 1")
+    # One number for all limits that exclude nothing, so that they share a program.
+    vocab_limit = vocab if vocab_limit is None else min(vocab_limit, vocab)
+    draw = _Draw(sampling=sampling, vocab_limit=vocab_limit)
     keys = _row_keys(seed, len(prompts))
     if not prompts:
         return iter(())
     return _run(
-        model, prompts, max_new_tokens, sampling, stop_tokens, keys, tokens_per_call
+        model, prompts, max_new_tokens, draw, stop_tokens, keys, tokens_per_call
     )
 
 
@@ -220,7 +249,7 @@ def _run(
     model: Any,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: SamplingConfig,
+    draw: _Draw,
     stop_tokens: Sequence[int],
     keys: jax.Array,
     tokens_per_call: int,
@@ -231,15 +260,13 @@ def _run(
     stops = jnp.asarray([*stop_tokens] or [-1], jnp.int32)
     graphdef, state = nnx.split(model)
     length = bucket(tokens.shape[1] + capacity)
-    carry = _prefill(
-        graphdef, length, capacity, sampling, state, tokens, segments, keys
-    )
+    carry = _prefill(graphdef, length, capacity, draw, state, tokens, segments, keys)
     carry = _end_rows(carry, stops)
     told = 0
     while told < max_new_tokens:
         limit = min(told + tokens_per_call, max_new_tokens)
         if int(carry.step) < limit:
-            carry = _decode(graphdef, sampling, state, carry, keys, stops, limit)
+            carry = _decode(graphdef, draw, state, carry, keys, stops, limit)
         step = int(carry.step)
         drawn = np.asarray(carry.tokens)[:, told:step]
         for column in drawn.T:
@@ -290,16 +317,14 @@ def _pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _prefill(
-    graphdef, length, capacity, sampling, state, tokens, segments, keys
-) -> _Carry:
+def _prefill(graphdef, length, capacity, draw, state, tokens, segments, keys) -> _Carry:
     """Reads the prompts and draws the first token of each row."""
     model = nnx.merge(graphdef, state)
     batch = tokens.shape[0]
     output = model(tokens, segments, cache=model.init_cache(batch, length))
     end = jnp.sum(segments, axis=1) - 1  # [B]
     hidden = jnp.take_along_axis(output.hidden, end[:, None, None], axis=1)  # [B, 1, D]
-    first = _draw(model.unembed(hidden)[:, 0], keys, jnp.int32(0), sampling)
+    first = draw(model.unembed(hidden)[:, 0], keys, jnp.int32(0))
     drawn = jnp.full((batch, capacity), -1, jnp.int32).at[:, 0].set(first)
     return _Carry(
         step=jnp.int32(1),
@@ -322,7 +347,7 @@ def _end_rows(carry: _Carry, stops: jax.Array) -> _Carry:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _decode(graphdef, sampling, state, carry, keys, stops, limit) -> _Carry:
+def _decode(graphdef, draw, state, carry, keys, stops, limit) -> _Carry:
     """Draws until `limit` tokens are there or every row has ended."""
     model = nnx.merge(graphdef, state)
 
@@ -334,7 +359,7 @@ def _decode(graphdef, sampling, state, carry, keys, stops, limit) -> _Carry:
         carry = dataclasses.replace(
             carry,
             step=carry.step + 1,
-            last=_draw(logits, keys, carry.step, sampling),
+            last=draw(logits, keys, carry.step),
             cache=output.cache,
         )
         return _end_rows(carry, stops)
@@ -342,8 +367,3 @@ def _decode(graphdef, sampling, state, carry, keys, stops, limit) -> _Carry:
     return jax.lax.while_loop(
         lambda carry: (carry.step < limit) & ~jnp.all(carry.is_done), body, carry
     )
-
-
-def _draw(logits, keys, step, sampling) -> jax.Array:
-    step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
-    return sample(logits.astype(jnp.float32), step_keys, sampling)

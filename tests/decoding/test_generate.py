@@ -111,6 +111,36 @@ def test_one_seed_gives_a_row_the_same_whatever_stands_behind_it(model):
     assert generate(model, [PROMPTS[0], [99], [98], [97, 96]], **options)[0] == first
 
 
+def test_no_token_at_or_above_the_limit_is_drawn(model):
+    options = {"max_new_tokens": NEW, "sampling": DRAWN, "seed": 2}
+    free = generate(model, PROMPTS, **options)
+    assert max(max(row) for row in free) >= 27
+    rows = generate(model, PROMPTS, vocab_limit=27, **options)
+    assert max(max(row) for row in rows) < 27
+    events = generate_stream(model, PROMPTS, vocab_limit=27, **options)
+    assert max(token for _, token in events) < 27
+    # A limit that excludes nothing changes nothing.
+    assert generate(model, PROMPTS, vocab_limit=10_000, **options) == free
+
+
+def test_a_tokenizer_with_fewer_ids_than_the_model_decodes_every_draw(model):
+    class Small:
+        """Letters as ids 0 to 25, then the end of a document; refuses others."""
+
+        vocab_size, bos_id, eos_id = 27, None, 26
+
+        def encode(self, text):
+            return np.array([ord(letter) - ord("a") for letter in text], np.int32)
+
+        def decode(self, ids):
+            assert all(0 <= number < 27 for number in ids)
+            return "".join(chr(number + ord("a")) for number in ids)
+
+    options = {"max_new_tokens": NEW, "sampling": DRAWN}
+    texts = generate_text(model, Small(), ["abc", "", "z", "hi"], **options)
+    assert any(texts)
+
+
 def test_programs_are_compiled_once_per_bucket(model):
     generate(model, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
     compiled = generate_lib._decode._cache_size(), generate_lib._prefill._cache_size()
@@ -139,6 +169,7 @@ def test_a_bucket_holds_its_length_and_wastes_little():
         ),
         ([[1], [128]], {}, r"prompts\[1\]\[0\] is token 128"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([[1]], {"vocab_limit": 0}, "vocab_limit=0"),
         ([[1]], {"stop_tokens": [-1]}, r"stop_tokens\[0\] is token -1"),
         ([[1]], {"seed": [1, 2]}, "2 seeds are given for 1 prompts"),
     ],
