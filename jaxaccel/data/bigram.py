@@ -15,7 +15,7 @@ from jaxaccel.data.corpus import Corpus
 
 
 def byte_bigram_baseline(
-    train_texts: Iterable[str], heldout_texts: Iterable[str]
+    train_texts: Iterable[str | bytes], heldout_texts: Iterable[str | bytes]
 ) -> float:
     """Cross-entropy of an interpolated byte bigram on held-out text.
 
@@ -26,8 +26,9 @@ def byte_bigram_baseline(
     first byte of a document is predicted by p(b).
 
     Args:
-      train_texts: documents to count.
-      heldout_texts: documents to predict.
+      train_texts: documents to count, text or its UTF-8 bytes.
+      heldout_texts: documents to predict; as bytes they may begin and end inside a
+        character.
 
     Returns:
       Nats per byte of UTF-8.
@@ -99,13 +100,16 @@ def _token_pairs(corpus: Corpus, split: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:-1][is_pair], tokens[1:][is_pair]
 
 
-def _counts(texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _counts(
+    texts: Iterable[str | bytes],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts bytes i64[256], pairs i64[256, 256] and first bytes i64[256]."""
     single = np.zeros(256, np.int64)
     pairs = np.zeros(256 * 256, np.int64)
     first = np.zeros(256, np.int64)
     for text in texts:
-        data = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        encoded = text.encode() if isinstance(text, str) else text
+        data = np.frombuffer(encoded, np.uint8).astype(np.int64)
         if not data.size:
             continue
         single += np.bincount(data, minlength=256)

@@ -61,8 +61,8 @@ class Heldout:
     def byte_bigram(self) -> float:
         """Nats per byte of a byte bigram that has read the train split."""
         batches = self.batches if jax.process_count() == 1 else self._read(0, 1)
-        texts = _texts(batches, self._corpus.tokenizer)
-        return byte_bigram_baseline(self._corpus.texts("train"), texts)
+        pieces = _pieces(batches, self._corpus.tokenizer)
+        return byte_bigram_baseline(self._corpus.texts("train"), pieces)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Figures of the parameters, and of their running mean if there is one.
@@ -101,9 +101,13 @@ class Heldout:
         }
 
 
-def _texts(batches: Sequence[PackedBatch], tokenizer: Any) -> Iterator[str]:
-    """The documents, or pieces of them, that lie in host batches."""
+def _pieces(batches: Sequence[PackedBatch], tokenizer: Any) -> Iterator[bytes]:
+    """The documents, or pieces of them, that lie in host batches.
+
+    As bytes: a piece may be cut inside a character, and what replaces its halves in
+    text is other and more bytes than the model is asked for.
+    """
     for batch in batches:
         for tokens, segments in zip(batch.tokens, batch.segment_ids, strict=True):
             for segment in range(1, int(segments.max()) + 1):
-                yield tokenizer.decode(np.asarray(tokens)[segments == segment])
+                yield tokenizer.decode_bytes(np.asarray(tokens)[segments == segment])

@@ -41,6 +41,14 @@ def test_no_pair_crosses_documents():
     assert joined < 0.1 < apart
 
 
+def test_pieces_of_characters_count_as_the_bytes_they_are():
+    train = ["é" * 200]
+    whole = byte_bigram_baseline(train, ["é" * 50])
+    assert byte_bigram_baseline(train, [("é" * 50).encode()]) == whole
+    # Cut inside a character: the same pairs, and not one replacement character.
+    assert byte_bigram_baseline(train, [("é" * 50).encode()[1:-1]]) < 2 * whole < 0.1
+
+
 def test_no_heldout_text_is_refused():
     with pytest.raises(ValueError, match="hold no byte"):
         byte_bigram_baseline(["a"], [""])
