@@ -36,23 +36,28 @@ def _chunk_terms(logits, targets, weights, z_loss):
     logits = logits.astype(jnp.float32)  # [B, C, vocab]
     top = jnp.max(logits, axis=-1)  # [B, C]
     log_z = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
-    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-    target_logit = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)  # [B, C]
     # Padded tokens may hold anything; where, not a product, keeps their NaN out.
     counted = weights > 0
-    nats = jnp.where(counted, weights * (log_z - target_logit), 0.0)
+    # A target outside of the vocabulary has no probability: NaN stops the run, where a
+    # logit of 0 would teach it nonsense. On `weights`, so that the gradient has it too.
+    vocab = logits.shape[-1]
+    in_vocab = (targets >= 0) & (targets < vocab)  # [B, C]
+    scale = jnp.where(in_vocab | ~counted, weights, jnp.nan)  # [B, C]
+    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    target_logit = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)  # [B, C]
+    nats = jnp.where(counted, scale * (log_z - target_logit), 0.0)
     loss = nats + jnp.where(counted, weights * z_loss * jnp.square(log_z), 0.0)
     sums = LossSums(
         loss=jnp.sum(loss),
         nats=jnp.sum(nats),
         weight=jnp.sum(weights),
-        correct=jnp.sum(jnp.where(target_logit >= top, weights, 0.0)),
+        correct=jnp.sum(jnp.where(in_vocab & (target_logit >= top), weights, 0.0)),
     )
 
     def gradient() -> jax.Array:
         probability = jnp.exp(logits - log_z[..., None])
         pull_down = (1.0 + 2.0 * z_loss * log_z)[..., None] * probability
-        d_logits = weights[..., None] * (pull_down - hit.astype(jnp.float32))
+        d_logits = scale[..., None] * (pull_down - hit.astype(jnp.float32))
         return jnp.where(counted[..., None], d_logits, 0.0)
 
     return sums, gradient
@@ -134,7 +139,8 @@ def chunked_cross_entropy(
     Args:
       unembed: maps hidden [B, C, D] to logits [B, C, vocab], position by position.
       hidden: [B, T, D], any float type.
-      targets: i32[B, T].
+      targets: i32[B, T]. One outside of the vocabulary makes `loss`, `nats` and
+        the gradient NaN if it counts.
       weights: f32[B, T], zero on tokens that don't count.
       chunk: positions of every row whose logits exist at the same time.
       z_loss: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5), 0 for none.

@@ -76,6 +76,39 @@ def test_masked_tokens_keep_nan_out(problem):
     assert np.isfinite(grad[:, :5]).all()
 
 
+@pytest.mark.parametrize("target", [-1, VOCAB, VOCAB + 7, -100])
+def test_a_target_outside_of_the_vocabulary_stops_a_run_where_it_counts(
+    problem, target
+):
+    kernel, hidden = problem["kernel"], problem["hidden"]
+    targets = problem["targets"].at[1, 3].set(target)
+
+    def chunked(hidden, weights):
+        sums = chunked_cross_entropy(
+            lambda x: x @ kernel[None], hidden, targets, weights, chunk=7, z_loss=0.1
+        )
+        return sums.loss, sums
+
+    def whole(hidden, weights):
+        sums = dense_cross_entropy(hidden @ kernel[None], targets, weights, z_loss=0.1)
+        return sums.loss, sums
+
+    for loss in (chunked, whole):
+        grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (value, sums), d_hidden = grad(hidden, jnp.ones((B, T)))
+        assert np.isnan(value)
+        assert np.isnan(sums.nats)
+        assert np.isnan(d_hidden[1, 3]).all()
+        assert np.isfinite(np.delete(d_hidden[1], 3, axis=0)).all()
+        # Where it weighs nothing it is as harmless as any other.
+        weights = jnp.ones((B, T)).at[1, 3].set(0.0)
+        (value, sums), d_hidden = grad(hidden, weights)
+        assert np.isfinite(value)
+        assert (np.asarray(d_hidden[1, 3]) == 0).all()
+        (want, _), _ = grad(hidden.at[1, 3].set(0.0), weights)
+        np.testing.assert_allclose(value, want, rtol=1e-6)
+
+
 def test_gradient_in_hidden_only_under_jit(problem):
     @jax.jit
     def gradient(kernel, hidden):
