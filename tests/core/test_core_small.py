@@ -96,6 +96,46 @@ def test_known_devices_have_a_peak_and_others_none(kind, teraflops):
     assert (peak and peak.flops / 1e12) == teraflops
 
 
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in (*SLURM, *OPEN_MPI):
+        monkeypatch.delenv(name, raising=False)
+
+
+SLURM = {
+    "SLURM_NTASKS": "2",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("launcher", [SLURM, OPEN_MPI], ids=["slurm", "open mpi"])
+def test_several_processes_from_a_launcher(monkeypatch, launcher):
+    calls = []
+    # Not to be set in this process, whose CPU devices exist already.
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **k: calls.append(k))
+    for name, value in launcher.items():
+        assert not distributed.initialize()
+        monkeypatch.setenv(name, value)
+    assert distributed.initialize()
+    assert calls == [{}]  # JAX reads the launcher's variables by itself.
+    own = DistributedConfig(coordinator="host:1", num_processes=2, process_id=0)
+    assert distributed.initialize(own)
+    assert calls[1]["coordinator_address"] == "host:1"
+    monkeypatch.setenv(next(iter(launcher)), "1")
+    assert not distributed.initialize()
+
+
+@pytest.mark.usefixtures("no_launcher")
 def test_several_processes_from_the_environment(monkeypatch):
     assert not distributed.initialize()
     monkeypatch.setenv("JAXACCEL_COORDINATOR", "host:1234")
