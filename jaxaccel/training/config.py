@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 from jaxaccel.core.sharding import MeshConfig
 
 
 SCHEDULES = ("cosine", "wsd", "constant")
+
+
+def _check(config: Any, allowed: str, is_allowed: bool, name: str) -> None:
+    """Raises ValueError unless a field is finite, or None, and allowed."""
+    value = getattr(config, name)
+    if not is_allowed or (value is not None and not math.isfinite(value)):
+        raise ValueError(f"{name} is {value}, expected {allowed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,24 +55,32 @@ class OptimConfig:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {SCHEDULES}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}, expected >= 0")
+        for name in ("peak_lr", "eps"):
+            _check(self, "> 0", getattr(self, name) > 0, name)
+        for name in ("warmup_steps", "weight_decay"):
+            _check(self, ">= 0", getattr(self, name) >= 0, name)
+        for name in ("b1", "b2"):
+            _check(self, "0 <= x < 1", 0.0 <= getattr(self, name) < 1.0, name)
         for name in ("final_lr_fraction", "decay_fraction"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 to 1")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}, expected > 0 or None")
+            _check(self, "0 <= x <= 1", 0.0 <= getattr(self, name) <= 1.0, name)
+        norm = self.clip_norm
+        _check(self, "> 0 or None", norm is None or norm > 0, "clip_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run.
 
+    On a CPU, a resumed run equals an uninterrupted one bit for bit. On a GPU that needs
+    `XLA_FLAGS=--xla_gpu_deterministic_ops=true` in both: the embedding's gradient adds
+    floats in whatever order they arrive (a scatter-add), and the autotuner of another
+    process may pick another algorithm.
+
     Attributes:
       num_steps: optimizer steps.
       accumulation: micro-batches that a step is split into to save memory; divides
         the data config's batch size. It does not change the result beyond rounding,
-        a router's balance loss aside, which looks at one micro-batch at a time.
+        a router's `balance_loss_coef` aside: that loss looks at one micro-batch.
       optim: the optimizer.
       mesh: how devices are laid out.
       seed: of parameters and of the training RNG.
@@ -79,8 +96,8 @@ class TrainConfig:
       keep_checkpoints: newest checkpoints kept; the best one is kept besides.
       log_every: steps between progress lines and metric rows.
       tensorboard: also write TensorBoard files; needs the `tensorboard` extra.
-      max_seconds: stop cleanly after this many seconds of training, which needs a
-        single process; the schedule still spans `num_steps`.
+      max_seconds: stop cleanly after this many seconds of training in one call of
+        `train`, which needs a single process; the schedule still spans `num_steps`.
       compile_cache: folder of JAX's persistent compilation cache; `None` for none.
     """
 
@@ -103,10 +120,14 @@ class TrainConfig:
     compile_cache: str | None = None
 
     def __post_init__(self):
-        for name in ("num_steps", "accumulation", "log_every", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected >= 1")
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}, not >= 1")
-        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
-            raise ValueError(f"ema_decay is {self.ema_decay}, expected 0 < x < 1")
+        for name in (
+            *("num_steps", "accumulation", "loss_chunk", "keep_checkpoints"),
+            "log_every",
+        ):
+            _check(self, ">= 1", getattr(self, name) >= 1, name)
+        for name in ("eval_every", "checkpoint_every", "z_loss", "mtp_loss_weight"):
+            _check(self, ">= 0", getattr(self, name) >= 0, name)
+        batches, seconds, decay = self.eval_batches, self.max_seconds, self.ema_decay
+        _check(self, ">= 1 or None", batches is None or batches >= 1, "eval_batches")
+        _check(self, "> 0 or None", seconds is None or seconds > 0, "max_seconds")
+        _check(self, "0 < x < 1 or None", decay is None or 0 < decay < 1, "ema_decay")
