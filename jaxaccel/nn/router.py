@@ -43,7 +43,8 @@ class MoEConfig:
       shared_gate: multiply the shared expert by the sigmoid of a projection of x.
       balance_loss_coef: of the loss E / (k N^2) * sum_e sum_n p_ne * count_e over all
         N real tokens of the batch (Fedus et al., arXiv:2101.03961); under jit over
-        several devices the batch is the global one.
+        several devices the batch is the global one. A training step that accumulates
+        takes each micro-batch as the batch.
       sequence_balance_loss_coef: of the same loss within each row of the batch,
         averaged over rows (DeepSeek-V3, arXiv:2412.19437).
       balance_counts: "selected" counts the real selection (DeepSeek); "unbiased" what

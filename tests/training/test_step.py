@@ -43,6 +43,7 @@ def fresh(run):
 
 
 def test_eight_micro_batches_of_one_equal_one_of_eight():
+    """The model has no balance loss, which looks at one micro-batch at a time."""
     batch = ragged_batch(8, 12)
     assert len(set(batch.loss_mask.sum(axis=1))) > 3
     one, eight = (routed(n).jitted(fresh(routed(1)), batch) for n in (1, 8))
