@@ -5,11 +5,12 @@
   model/         parameters and buffers
   ema/           running mean of the parameters, if the run keeps one
   training/      optimizer state, step, RNG
-  metadata.json  names, shapes and dtypes; model config; data state; metrics
+  metadata.json  names, shapes and dtypes; model config; data state; metrics; progress
   tokenizer.json
   config.gin     text that reproduces the run, if the caller gave one
 ```
-A folder appears under its final name only when it is complete.
+A folder appears under its final name only when it is complete. One that is replaced
+is called `.00001000.old` until the new one has its name, and is found under that name.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ from jaxaccel.training.step import TrainState
 FORMAT = 1
 BEST_METRIC = "nats_per_byte"
 _METADATA = "metadata.json"
+_OLD = ".old"
 _MODEL_FIELDS = ("params", "buffers")
 _SHOWN_DIFFERENCES = 12
+# How the model's function is computed, not which function it is.
+_FREE_FIELDS = ("implementation", "remat_policy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,7 @@ class CheckpointExtras:
       config_text: text that reproduces the run, or `None`.
       metrics: figures of the last evaluation; the lowest "nats_per_byte" is the best
         checkpoint.
+      progress: figures that add up over the lives of a run.
     """
 
     model_config: DecoderConfig
@@ -61,6 +66,7 @@ class CheckpointExtras:
     data_state: dict[str, Any]
     config_text: str | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    progress: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def _named_arrays(state: TrainState) -> dict[str, jax.Array]:
@@ -112,10 +118,39 @@ def _barrier(name: str) -> None:
 
 
 def _step_folders(folder: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if path.name.isdecimal() and (path / _METADATA).is_file():
-                yield int(path.name), path
+    if not folder.is_dir():
+        return
+    found = {}
+    # Names with a dot sort first, so that a final name wins.
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name.startswith(".") and name.endswith(_OLD):
+            name = name[1 : -len(_OLD)]
+        if name.isdecimal() and (path / _METADATA).is_file():
+            found[int(name)] = path
+    yield from sorted(found.items())
+
+
+def repair_checkpoints(folder: pathlib.Path) -> None:
+    """Puts right what a killed run left half done; one process may call this."""
+    for stale in folder.glob(".*.tmp"):
+        shutil.rmtree(stale)
+    for old in folder.glob(f".*{_OLD}"):
+        final = folder / old.name[1 : -len(_OLD)]
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
+
+
+def _publish(draft: pathlib.Path, final: pathlib.Path) -> None:
+    """Gives a complete draft its name; at every moment a complete one is found."""
+    old = final.with_name(f".{final.name}{_OLD}")
+    if final.exists():
+        final.rename(old)
+    draft.rename(final)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> pathlib.Path | None:
@@ -203,9 +238,7 @@ def save_checkpoint(
     try:
         if is_writer:
             _check_space(folder, named)
-            # Whatever a killed run left half done.
-            for stale in folder.glob(".*.tmp"):
-                shutil.rmtree(stale)
+            repair_checkpoints(folder)
             draft.mkdir(parents=True)
         _barrier(f"checkpoint {step} begins")
         ocp = _orbax()
@@ -214,14 +247,13 @@ def save_checkpoint(
                 checkpointer.save(draft / name, args=ocp.args.PyTreeSave(arrays))
         if is_writer:
             _write_files(draft, step, named, extras)
-            if final.exists():
-                shutil.rmtree(final)
-            draft.rename(final)
+            _publish(draft, final)
         _barrier(f"checkpoint {step} ends")
     except (OSError, ValueError) as error:
         # orbax tells a failed write as ValueError.
         if is_writer:
             shutil.rmtree(draft, ignore_errors=True)
+            repair_checkpoints(folder)
         last = latest_checkpoint(folder)
         raise OSError(
             f"could not write checkpoint {final}: {error}; "
@@ -251,6 +283,7 @@ def _write_files(
         "tokenizer": extras.tokenizer.fingerprint,
         "data_state": extras.data_state,
         "metrics": extras.metrics,
+        "progress": extras.progress,
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
     }
     extras.tokenizer.save(draft / "tokenizer.json")
@@ -283,6 +316,33 @@ def _differences(saved: dict[str, list], wanted: dict[str, list]) -> list[str]:
     return found
 
 
+def _leaves(value: Any, where: str = "") -> dict[str, Any]:
+    """The plain values of a config's JSON by their path, `_FREE_FIELDS` left out."""
+    if isinstance(value, list):
+        value = {f"[{i}]": item for i, item in enumerate(value)}
+    if not isinstance(value, dict):
+        return {where: value}
+    leaves = {}
+    for name, item in value.items():
+        if name not in _FREE_FIELDS:
+            dot = "." if where and not name.startswith("[") else ""
+            leaves |= _leaves(item, f"{where}{dot}{name}")
+    return leaves
+
+
+def _config_differences(saved: dict[str, Any], config: DecoderConfig) -> list[str]:
+    # By way of the class, which fills in fields that are younger than the checkpoint.
+    own = _leaves(json.loads(to_json(config)))
+    theirs = _leaves(json.loads(to_json(from_json(json.dumps(saved)))))
+    missing = "absent"
+    return [
+        f"{name} is {theirs.get(name, missing)!r} in the checkpoint, "
+        f"{own.get(name, missing)!r} here"
+        for name in sorted(set(own) | set(theirs))
+        if own.get(name, missing) != theirs.get(name, missing)
+    ]
+
+
 def _refuse(checkpoint: pathlib.Path, found: list[str]) -> None:
     if not found:
         return
@@ -313,7 +373,10 @@ def _read(checkpoint: pathlib.Path, wanted: dict[str, Any]) -> dict[str, jax.Arr
 
 
 def restore_checkpoint(
-    checkpoint: str | os.PathLike[str], template: TrainState, tokenizer: Any
+    checkpoint: str | os.PathLike[str],
+    template: TrainState,
+    tokenizer: Any,
+    model_config: DecoderConfig,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads a checkpoint to go on with the same run.
 
@@ -322,18 +385,21 @@ def restore_checkpoint(
       template: abstract state with shardings (`jax.ShapeDtypeStruct` leaves); the mesh
         may be another than that of the run that saved.
       tokenizer: the tokenizer of this run.
+      model_config: the decoder's config in this run; `implementation` and
+        `remat_policy` may be others than in the run that saved.
 
     Returns:
       The state, bit for bit, and the state of the data iterator.
 
     Raises:
-      ValueError: names, shapes, dtypes or the tokenizer differ; all differences are
-        listed. Nothing is cast.
+      ValueError: the model's config, names, shapes, dtypes or the tokenizer differ; the
+        differences are listed. Nothing is cast.
     """
     checkpoint = pathlib.Path(checkpoint)
     metadata = read_metadata(checkpoint)
     wanted = _named_arrays(template)
-    found = _differences(metadata["arrays"], _describe(wanted))
+    found = _config_differences(metadata["model_config"], model_config)
+    found += _differences(metadata["arrays"], _describe(wanted))
     if metadata["tokenizer"] != tokenizer.fingerprint:
         found.insert(
             0,

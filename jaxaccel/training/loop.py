@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxaccel.core.distributed import from_first_process, processes_that_differ
 from jaxaccel.core.sharding import (
     batch_sharding,
     check_divisible,
@@ -37,6 +38,8 @@ from jaxaccel.nn.router import MoEConfig
 from jaxaccel.training.checkpoint import (
     CheckpointExtras,
     latest_checkpoint,
+    read_metadata,
+    repair_checkpoints,
     restore_checkpoint,
     save_checkpoint,
 )
@@ -78,7 +81,7 @@ class TrainResult:
       step: optimizer steps done.
       state: the last state.
       start_eval: held-out figures before the first step of this call, see `metrics`;
-        empty without held-out text.
+        empty without held-out text, or where a resumed run's checkpoint has none.
       final_eval: the same after the last step; empty if interrupted.
       baseline: byte and token bigram on held-out text, nats per byte.
       checkpoint: the last checkpoint.
@@ -119,7 +122,8 @@ def train(
       model_config: a `DecoderConfig`, or a model's config with `.decoder()`.
       data_config: corpus, batch size and sequence length.
       workdir: folder of the run, shared by all processes.
-      resume: go on from the newest checkpoint in `workdir`, bit for bit.
+      resume: go on from the newest checkpoint in `workdir`, bit for bit (on a GPU see
+        `TrainConfig`). Without one the run starts over.
       profile_steps: (first, end): write a profiler trace of steps first to end - 1.
       sampler: (model, tokenizer) -> texts, called at the end.
       config_text: text that reproduces the run, kept in each checkpoint.
@@ -158,11 +162,24 @@ def train(
 
 def _check_workdir(folder: pathlib.Path, resume: bool) -> None:
     holds_run = (folder / METRICS_FILE).is_file() or (folder / "checkpoints").is_dir()
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if resume:
+            repair_checkpoints(folder / "checkpoints")
+    # A process that comes late would see what process 0 has written by then.
+    holds_run = bool(from_first_process(holds_run))
     if resume and not holds_run:
         raise FileNotFoundError(f"{folder} holds no run to resume")
     if holds_run and not resume:
         raise ValueError(f"{folder} holds a run already; resume it, or choose another")
-    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _check_corpus(corpus: Corpus) -> None:
+    if others := processes_that_differ(corpus.fingerprint):
+        raise ValueError(
+            f"processes {others} have another corpus than process 0; that of process "
+            f"{jax.process_index()} is {corpus.fingerprint[:16]}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +235,7 @@ class _Run:
         self._check_sizes()
         console.status("reading the corpus", is_progress=False)
         self.corpus: Corpus = prepare(data_config, corpus_dir)
+        _check_corpus(self.corpus)
         vocab = self.corpus.tokenizer.vocab_size
         if decoder.vocab_size < vocab:
             raise ValueError(
@@ -229,6 +247,9 @@ class _Run:
             config.optim, config.num_steps
         )
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})
+        self.resumed_from: pathlib.Path | None = None
+        self.tokens_seen = 0.0
+        self.train_seconds = 0.0
         self.writer: MetricsWriter | None = None
         self.iterator: Any = None
         self.baseline: dict[str, float] = {}
@@ -279,9 +300,9 @@ class _Run:
                 shardings,
             )
             state, data_state = restore_checkpoint(
-                found, template, self.corpus.tokenizer
+                found, template, self.corpus.tokenizer, self.decoder
             )
-            self.console.say(f"resumed from {found}")
+            self._go_on_from(found)
         self.iterator = make_iterator(
             self.corpus,
             self.data_config,
@@ -293,7 +314,7 @@ class _Run:
         if jax.process_index() == 0:
             self.writer = MetricsWriter(
                 self.folder,
-                start_step=int(state.step),
+                start_step=None if found is None else int(state.step),
                 tensorboard=config.tensorboard,
             )
         self._make_step(shardings)
@@ -304,7 +325,23 @@ class _Run:
             self.console.say("no held-out text: nothing will be evaluated")
         elif jax.process_index() == 0:
             self.baseline = self._baseline()
+        if self.last_eval[1]:
+            self._write("eval", *self.last_eval)
         return state
+
+    def _go_on_from(self, checkpoint: pathlib.Path) -> None:
+        metadata = read_metadata(checkpoint)
+        if metadata["metrics"]:
+            self.last_eval = (metadata["step"], metadata["metrics"])
+        progress = metadata.get("progress", {})
+        self.tokens_seen = progress.get("tokens_seen", 0.0)
+        self.train_seconds = progress.get("train_seconds", 0.0)
+        self.resumed_from = checkpoint
+        self.console.say(f"resumed from {self._shown(checkpoint)}")
+
+    def _shown(self, path: pathlib.Path) -> pathlib.Path:
+        """A path as people read it, who know the workdir."""
+        return path.relative_to(self.folder)
 
     def _baseline(self) -> dict[str, float]:
         names = ("byte_bigram_nats_per_byte", "token_bigram_nats_per_byte")
@@ -385,6 +422,10 @@ class _Run:
             data_state=self.iterator.get_state(),
             config_text=self.config_text,
             metrics=self.last_eval[1] if is_evaluated else {},
+            progress={
+                "tokens_seen": self.tokens_seen,
+                "train_seconds": self.train_seconds,
+            },
         )
         return save_checkpoint(
             self.checkpoints, state, extras, keep=self.config.keep_checkpoints
@@ -402,10 +443,12 @@ class _Run:
         """Runs the steps that are left, then what ends a run."""
         config = self.config
         first = step = int(state.step)
-        start_eval = self.evaluate(state, step)
-        saved: tuple[int, pathlib.Path | None] = (-1, None)
+        # A resumed run evaluates only where an uninterrupted one would.
+        if self.resumed_from is None or self._due(step, config.eval_every):
+            self.evaluate(state, step)
+        start_eval = self.last_eval[1]
         window, pending = _Window(), None
-        began, tokens_seen = time.perf_counter(), self._tokens_seen()
+        began, seconds_before = time.perf_counter(), self.train_seconds
         interrupted = is_over = False
         profiler = Profiler(profile_steps, self.folder / "profile")
         self.console.status("compiling the step", is_progress=False)
@@ -415,6 +458,7 @@ class _Run:
             step += 1
             interrupted = stop(step)
             seconds = time.perf_counter() - began
+            self.train_seconds = seconds_before + seconds
             is_over = interrupted or (
                 config.max_seconds is not None and seconds >= config.max_seconds
             )
@@ -431,27 +475,27 @@ class _Run:
                 window.restart(1)
             # A row at each checkpoint too: a resumed run then has the same rows.
             if is_last or self._due(step, config.log_every, config.checkpoint_every):
-                tokens_seen = self._log(step, window, tokens_seen)
+                self._log(step, window)
                 window = _Window()
             pause = time.perf_counter()
             if not is_last and self._due(step, config.eval_every):
                 self.evaluate(state, step)
             if not is_last and self._due(step, config.checkpoint_every):
-                saved = (step, self.checkpoint(state, step))
+                self.checkpoint(state, step)
             window.paused += time.perf_counter() - pause
         profiler.close(state)
-        seconds = time.perf_counter() - began
         final_eval = {} if interrupted else self.evaluate(state, step)
-        path = saved[1] if saved[0] == step else None
-        path = self.checkpoint(state, step) if path is None else path
+        path = self.resumed_from
+        if path is None or step > first or final_eval != start_eval:
+            path = self.checkpoint(state, step)
         samples: tuple[str, ...] = ()
         if sampler is not None and not interrupted:
             samples = self._sample(state, step, sampler)
-        end = {"interrupted": interrupted, "train_seconds": seconds}
+        end = {"interrupted": interrupted, "train_seconds": self.train_seconds}
         self._write("end", step, end)
         self.console.say(
             f"{'interrupted' if interrupted else 'finished'} at step {step} after "
-            f"{seconds:.1f} s; checkpoint {path}"
+            f"{self.train_seconds:.1f} s; checkpoint {self._shown(path)}"
         )
         return TrainResult(
             step=step,
@@ -499,10 +543,6 @@ class _Run:
             f"{figures['grad_norm']}; the batch and the parameters' norms are in {path}"
         )
 
-    def _tokens_seen(self) -> float:
-        rows = [r for r in read_metrics(self.folder) if r["kind"] == "train"]
-        return rows[-1]["tokens_seen"] if rows else 0.0
-
     @functools.cached_property
     def _flops_per_token(self) -> float:
         length = self.data_config.seq_len
@@ -514,7 +554,7 @@ class _Run:
             with_mtp=bool(self.config.mtp_loss_weight),
         )
 
-    def _log(self, step: int, window: _Window, tokens_seen: float) -> float:
+    def _log(self, step: int, window: _Window) -> None:
         columns = dict(
             zip(self.metric_names, np.stack(window.rows).T.tolist(), strict=True)
         )
@@ -527,13 +567,13 @@ class _Run:
             sum(timed), window.seconds, self._flops_per_token, self.devices
         )
         row |= dataclasses.asdict(speed)
-        row["tokens_seen"] = tokens_seen + sum(tokens)
+        self.tokens_seen += sum(tokens)
+        row["tokens_seen"] = self.tokens_seen
         row["seconds_per_step"] = window.seconds / len(timed)
         row["data_wait"] = min(window.starved / max(window.seconds, 1e-9), 1.0)
         row["peak_memory_bytes"] = peak_memory_bytes()
         self._write("train", step, row)
         self.console.status(progress_line(self.config.num_steps, step, row))
-        return row["tokens_seen"]
 
     def _sample(
         self, state: TrainState, step: int, sampler: Sampler

@@ -11,7 +11,8 @@
   "seconds_per_step", "tokens_per_second", "tflops", "mfu", "data_wait" (a fraction) and
   "peak_memory_bytes"
 - "sample": "text"
-- "end": "interrupted", "train_seconds"
+- "end": "interrupted", "train_seconds" of all lives of the run, without what was lost
+  between a checkpoint and a kill
 """
 
 from __future__ import annotations
@@ -57,23 +58,31 @@ class MetricsWriter:
         self,
         workdir: str | os.PathLike[str],
         *,
-        start_step: int = 0,
+        start_step: int | None = None,
         tensorboard: bool = False,
     ):
         """Opens the files.
 
         Args:
           workdir: folder of the run.
-          start_step: the step that the run goes on from; rows of later steps are of
-            a life of the run that left no checkpoint, and are removed.
+          start_step: the step of the checkpoint that the run goes on from; rows of
+            later steps are of a life of the run that left no checkpoint, and are
+            removed, as is an evaluation of this step, which the checkpoint tells.
+            `None` starts over and removes all.
           tensorboard: also write TensorBoard event files under `tensorboard/`.
 
         Raises:
           ValueError: `tensorboard` without the package.
         """
         folder = pathlib.Path(workdir)
-        rows = [row for row in read_metrics(folder) if row["step"] <= start_step]
-        rows = [row for row in rows if row["kind"] not in ("end", "sample")]
+        last = -1 if start_step is None else start_step
+        rows = [row for row in read_metrics(folder) if row["step"] <= last]
+        rows = [
+            row
+            for row in rows
+            if row["kind"] not in ("end", "sample")
+            and (row["kind"], row["step"]) != ("eval", last)
+        ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         draft = folder / f"{METRICS_FILE}.tmp"
         draft.write_text(text, encoding="utf-8")
@@ -89,7 +98,7 @@ class MetricsWriter:
                     "jaxaccel[tensorboard]"
                 ) from error
             self._board = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=start_step + 1
+                str(folder / "tensorboard"), purge_step=last + 1
             )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import pathlib
 import resource
 import shutil
 
@@ -11,11 +12,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from training_runs import Run, hybrid_decoder, ragged_batch, tiny_decoder
+from training_runs import (
+    Run,
+    hybrid_decoder,
+    ragged_batch,
+    routed_decoder,
+    tiny_decoder,
+)
 
 from jaxaccel.core.tree import split_model
 from jaxaccel.data.tokenizer import ByteTokenizer, train_bpe
 from jaxaccel.models.decoder import Decoder
+from jaxaccel.nn.rope import RopeConfig
 from jaxaccel.training.checkpoint import (
     CheckpointExtras,
     best_checkpoint,
@@ -59,7 +67,9 @@ def test_everything_comes_back_bit_for_bit(run, tmp_path):
     path = save_checkpoint(tmp_path, state, extras())
     assert path == latest_checkpoint(tmp_path) == tmp_path / "00000001"
     assert (path / "config.gin").read_text() == "train.num_steps = 10\n"
-    restored, data_state = restore_checkpoint(path, abstract(state), ByteTokenizer())
+    restored, data_state = restore_checkpoint(
+        path, abstract(state), ByteTokenizer(), tiny_decoder()
+    )
     assert data_state == {"batch": 7}
     assert jax.random.bits(restored.rng) == jax.random.bits(state.rng)
     for want, got in zip(
@@ -94,7 +104,7 @@ def test_refuses_another_model_dtype_and_tokenizer(run, tmp_path):
     params["extra/kernel"] = params.pop("layers/0/norm/scale")
     other = dataclasses.replace(template, params=params)
     with pytest.raises(ValueError, match="another run") as error:
-        restore_checkpoint(path, other, ByteTokenizer())
+        restore_checkpoint(path, other, ByteTokenizer(), tiny_decoder())
     for text in (
         "lm_head/kernel is float32[16, 32] in the checkpoint, bfloat16[16, 32] here",
         "embed/embedding is float32[32, 16] in the checkpoint, float32[33, 16] here",
@@ -104,10 +114,68 @@ def test_refuses_another_model_dtype_and_tokenizer(run, tmp_path):
         assert text in str(error.value)
     tokenizer = train_bpe(["some text to learn from"], 270)
     with pytest.raises(ValueError, match="its tokenizer is"):
-        restore_checkpoint(path, template, tokenizer)
+        restore_checkpoint(path, template, tokenizer, tiny_decoder())
     (path / "metadata.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="format 99"):
-        restore_checkpoint(path, template, ByteTokenizer())
+        restore_checkpoint(path, template, ByteTokenizer(), tiny_decoder())
+
+
+def test_refuses_another_function_of_the_same_shapes(run, tmp_path):
+    saved = routed_decoder(num_layers=4, pattern=("attention", "attention"))
+    path = save_checkpoint(tmp_path, run.state, extras(model_config=saved))
+    changed = dataclasses.replace(
+        saved,
+        attention=dataclasses.replace(saved.attention, rope=RopeConfig(theta=5e3)),
+        mlp=dataclasses.replace(saved.mlp, top_k=1),
+        pattern=("attention",),
+        dtype="bfloat16",
+    )
+    template = abstract(run.state)
+    with pytest.raises(ValueError, match="another run") as error:
+        restore_checkpoint(path, template, ByteTokenizer(), changed)
+    assert str(error.value).splitlines()[1:] == [
+        "  attention.rope.theta is 10000.0 in the checkpoint, 5000.0 here",
+        "  dtype is 'float32' in the checkpoint, 'bfloat16' here",
+        "  mlp.top_k is 2 in the checkpoint, 1 here",
+        "  pattern[1] is 'attention' in the checkpoint, 'absent' here",
+    ]
+    same = dataclasses.replace(saved, implementation="xla", remat_policy="full")
+    restore_checkpoint(path, template, ByteTokenizer(), same)
+    # A field that is younger than the checkpoint had its default then.
+    metadata = json.loads((path / "metadata.json").read_text())
+    del metadata["model_config"]["num_mtp_layers"]
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    restore_checkpoint(path, template, ByteTokenizer(), same)
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_replacing_a_checkpoint_leaves_one_at_every_moment(
+    run, tmp_path, monkeypatch, rename, error
+):
+    old = save_checkpoint(tmp_path, at_step(run.state, 1), extras())
+    calls, rename_path = [], pathlib.Path.rename
+
+    def dying(self, target):
+        calls.append(target)
+        if len(calls) == rename:
+            raise error
+        return rename_path(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", dying)
+        with pytest.raises(error):
+            save_checkpoint(tmp_path, at_step(run.state, 1), extras())
+    found = find_checkpoint(tmp_path)
+    restored, _ = restore_checkpoint(
+        found, abstract(run.state), ByteTokenizer(), tiny_decoder()
+    )
+    chex.assert_trees_all_equal(restored.params, run.state.params)
+    if error is OSError:
+        assert found == old
+    assert save_checkpoint(tmp_path, at_step(run.state, 2), extras()).is_dir()
+    assert steps(tmp_path) == [1, 2]
+    assert not list(tmp_path.glob(".*"))
 
 
 def at_step(state, step):
@@ -154,7 +222,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(run, tmp_path, monkeypatch, how):
         assert not list(tmp_path.glob(".*"))
     assert str(old) in str(error.value)
     assert steps(tmp_path) == [1]
-    restored, _ = restore_checkpoint(old, abstract(run.state), ByteTokenizer())
+    restored, _ = restore_checkpoint(
+        old, abstract(run.state), ByteTokenizer(), tiny_decoder()
+    )
     chex.assert_trees_all_equal(restored.params, run.state.params)
     monkeypatch.undo()
     assert save_checkpoint(tmp_path, at_step(run.state, 2), extras()).is_dir()

@@ -3,18 +3,25 @@
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 
 import chex
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from training_runs import tiny_decoder
 
-from jaxaccel.data.pipeline import DataConfig
+from jaxaccel.data.pipeline import DataConfig, prepare
 from jaxaccel.data.sources import InMemorySource
+from jaxaccel.nn.rope import RopeConfig
 from jaxaccel.training import loop
-from jaxaccel.training.checkpoint import latest_checkpoint, load_checkpoint_model
+from jaxaccel.training.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint_model,
+    read_metadata,
+)
 from jaxaccel.training.config import OptimConfig, TrainConfig
 from jaxaccel.training.loop import train
 from jaxaccel.training.metrics import read_metrics
@@ -55,7 +62,7 @@ def plain(state):
     return jax.tree.map(np.asarray, dataclasses.replace(state, rng=rng))
 
 
-def without_clock(rows, kind):
+def without_clock(rows):
     timed = {
         "time",
         "data_wait",
@@ -63,12 +70,9 @@ def without_clock(rows, kind):
         "seconds_per_step",
         "tflops",
         "tokens_per_second",
+        "train_seconds",
     }
-    return [
-        {k: v for k, v in row.items() if k not in timed}
-        for row in rows
-        if row["kind"] == kind
-    ]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,6 +122,10 @@ def test_a_run_learns_and_notes_it(uninterrupted):
     assert model.config == MODEL
 
 
+def a_sample(model, tokenizer):
+    return ["a sample"]
+
+
 @contextlib.contextmanager
 def killed_after(monkeypatch, step):
     """Ends the process of a run, as far as a test can, after a step."""
@@ -143,12 +151,48 @@ def test_resume_after_a_kill_is_bit_for_bit(uninterrupted, tmp_path, monkeypatch
     step = int(np.random.default_rng().integers(3, 7))
     with killed_after(monkeypatch, step):
         train(CONFIG, MODEL, DATA, tmp_path)
-    got = train(CONFIG, MODEL, DATA, tmp_path, resume=True)
+    saved = read_metadata(latest_checkpoint(tmp_path / "checkpoints"))
+    got = train(CONFIG, MODEL, DATA, tmp_path, resume=True, sampler=a_sample)
     chex.assert_trees_all_equal(plain(got.state), plain(want.state))
     assert got.final_eval == want.final_eval
     # Also the figures read as if nothing had happened.
     theirs, ours = read_metrics(folder), read_metrics(tmp_path)
-    assert without_clock(ours, "train") == without_clock(theirs, "train")
+    assert without_clock(ours) == without_clock(theirs)
+    # The clock of the life before runs on.
+    assert ours[-1]["train_seconds"] > saved["progress"]["train_seconds"] > 0
+
+
+def test_resuming_a_finished_run_changes_nothing(uninterrupted, tmp_path, capsys):
+    folder, want = uninterrupted
+    shutil.copytree(folder, tmp_path / "run")
+    before = read_metrics(folder)
+    capsys.readouterr()
+    got = train(CONFIG, MODEL, DATA, tmp_path / "run", resume=True, sampler=a_sample)
+    assert got.final_eval == want.final_eval
+    chex.assert_trees_all_equal(plain(got.state), plain(want.state))
+    after = read_metrics(tmp_path / "run")
+    assert without_clock(after) == without_clock(before)
+    assert after[-1]["train_seconds"] == before[-1]["train_seconds"]
+    assert got.checkpoint == tmp_path / "run" / "checkpoints" / "00000007"
+    for name in ("metadata.json", "model/_METADATA"):
+        files = [c / name for c in (got.checkpoint, want.checkpoint)]
+        assert files[0].stat().st_mtime_ns == files[1].stat().st_mtime_ns
+    # What people read says where in the workdir, not where the workdir is.
+    said = capsys.readouterr().err
+    assert said.splitlines()[0] == "resumed from checkpoints/00000007"
+    assert said.splitlines()[-1].endswith("; checkpoint checkpoints/00000007")
+    assert str(tmp_path) not in said
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(
+    uninterrupted, tmp_path, monkeypatch
+):
+    folder, _ = uninterrupted
+    with killed_after(monkeypatch, 2):
+        train(CONFIG, MODEL, DATA, tmp_path)
+    train(CONFIG, MODEL, DATA, tmp_path, resume=True)
+    rows = [row for row in read_metrics(folder) if row["kind"] != "sample"]
+    assert without_clock(read_metrics(tmp_path)) == without_clock(rows)
 
 
 def test_sigterm_writes_a_checkpoint_and_returns(uninterrupted, tmp_path, monkeypatch):
@@ -231,3 +275,50 @@ def test_resume_refuses_another_model(uninterrupted):
     model = dataclasses.replace(MODEL, d_model=8)
     with pytest.raises(ValueError, match="of another run"):
         train(CONFIG, model, DATA, folder, resume=True)
+    # All arrays have the shapes that they had.
+    attention = dataclasses.replace(MODEL.attention, rope=RopeConfig(theta=5e3))
+    model = dataclasses.replace(MODEL, attention=attention)
+    with pytest.raises(ValueError, match=r"attention\.rope\.theta is .*5000\.0 here"):
+        train(CONFIG, model, DATA, folder, resume=True)
+
+
+class TestSeveralProcesses:
+    """What the second of two processes does; `first` is what process 0 tells."""
+
+    @pytest.fixture(autouse=True)
+    def second_of_two(self, monkeypatch):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    @pytest.mark.parametrize(
+        ("first", "resume", "error"),
+        [
+            (0, False, None),
+            (0, True, FileNotFoundError),
+            (1, False, ValueError),
+            (1, True, None),
+        ],
+    )
+    def test_process_0_decides_what_a_workdir_holds(
+        self, monkeypatch, tmp_path, first, resume, error
+    ):
+        name = "broadcast_one_to_all"
+        monkeypatch.setattr(multihost_utils, name, lambda _: np.int32(first))
+        # By now process 0 may have written anything.
+        if not first:
+            (tmp_path / "metrics.jsonl").write_text("")
+        refused = pytest.raises(error) if error else contextlib.nullcontext()
+        with refused:
+            loop._check_workdir(tmp_path, resume)
+
+    @pytest.mark.parametrize("is_same", [True, False])
+    def test_all_processes_need_one_corpus(self, monkeypatch, tmp_path, is_same):
+        corpus = prepare(DATA, tmp_path)
+
+        def gather(own):
+            return np.stack([own if is_same else own + np.uint8(1), own])
+
+        monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+        refused = pytest.raises(ValueError, match=r"processes \[1\] have another")
+        with contextlib.nullcontext() if is_same else refused:
+            loop._check_corpus(corpus)

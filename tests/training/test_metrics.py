@@ -34,23 +34,28 @@ ROW = {
 def test_rows_are_appended_and_later_ones_removed_on_resume(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write("train", 2, {"loss": jnp.float32(1.0), "mfu": None})
+    writer.write("eval", 1, {"nats_per_byte": 3.0})
+    writer.write("eval", 2, {"nats_per_byte": 2.0})
     writer.write("train", 4, {"loss": float("nan")})
     writer.write("end", 2, {"interrupted": True})
     writer.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "tra')  # What a kill in the middle of a line leaves.
     rows = read_metrics(tmp_path)
-    assert [r["step"] for r in rows] == [2, 4, 2]
+    assert [r["step"] for r in rows] == [2, 1, 2, 4, 2]
     assert rows[0]["loss"] == 1.0
-    assert rows[1]["loss"] is None
-    assert rows[2]["interrupted"] is True
+    assert rows[3]["loss"] is None
+    assert rows[4]["interrupted"] is True
     writer = MetricsWriter(tmp_path, start_step=2)
     writer.write("train", 3, {"loss": 2})
     writer.close()
     rows = read_metrics(tmp_path)
-    assert [(r["kind"], r["step"]) for r in rows] == [("train", 2), ("train", 3)]
+    kept = [("train", 2), ("eval", 1), ("train", 3)]
+    assert [(r["kind"], r["step"]) for r in rows] == kept
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+    MetricsWriter(tmp_path).close()
+    assert read_metrics(tmp_path) == []
 
 
 def test_tensorboard_files(tmp_path):

@@ -1,5 +1,7 @@
 """One device == eight devices with fsdp x tensor == two processes, to f32 rounding."""
 
+import dataclasses
+import functools
 import os
 import pathlib
 import socket
@@ -8,6 +10,7 @@ import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from training_runs import Run, hybrid_decoder, ragged_batch, tiny_decoder
@@ -16,7 +19,13 @@ from jaxaccel.core.sharding import MeshConfig, batch_sharding, global_batch, mak
 from jaxaccel.core.tree import split_model
 from jaxaccel.data.pipeline import DataConfig
 from jaxaccel.data.sources import InMemorySource
-from jaxaccel.training.checkpoint import load_checkpoint_model
+from jaxaccel.data.tokenizer import ByteTokenizer
+from jaxaccel.training.checkpoint import (
+    CheckpointExtras,
+    load_checkpoint_model,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from jaxaccel.training.config import OptimConfig, TrainConfig
 from jaxaccel.training.loop import train
 from jaxaccel.training.metrics import read_metrics
@@ -26,17 +35,26 @@ from jaxaccel.training.step import state_shardings
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def test_eight_devices_equal_one():
-    model = hybrid_decoder()
-    batch = ragged_batch(8, 12)
+@functools.cache
+def hybrid():
+    """Every kind of state: recurrent layers, experts, biases that are no parameters."""
     mesh_config = MeshConfig(data=2, fsdp=2, tensor=2)
     config = TrainConfig(
         num_steps=10,
         optim=OptimConfig(peak_lr=1e-2, warmup_steps=0),
         mesh=mesh_config,
     )
-    run = Run(model, config, router_bias_rate=0.1)
-    mesh = make_mesh(mesh_config)
+    return Run(hybrid_decoder(), config, router_bias_rate=0.1)
+
+
+def fresh(run):
+    return jax.tree.map(jnp.copy, run.state)
+
+
+def test_eight_devices_equal_one():
+    run, batch = hybrid(), ragged_batch(8, 12)
+    config = run.config
+    mesh = make_mesh(config.mesh)
     shardings = state_shardings(jax.eval_shape(run.init), mesh, config)
     sharded = jax.jit(run.init, out_shardings=shardings)()
     chex.assert_trees_all_equal(
@@ -54,12 +72,39 @@ def test_eight_devices_equal_one():
             out_shardings=(shardings, None),
         )
         got, got_metrics = step(sharded, global_batch(batch, mesh))
-    want, want_metrics = run.jitted(run.state, batch)
+    want, want_metrics = run.jitted(fresh(run), batch)
     got, want = (
         jax.tree.map(np.asarray, (s.opt_state, s.buffers)) for s in (got, want)
     )
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
     chex.assert_trees_all_close(got_metrics, want_metrics, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hybrid_resumes_bit_for_bit(tmp_path):
+    run = hybrid()
+    state, _ = run.jitted(fresh(run), ragged_batch(8, 12, seed=0))
+    extras = CheckpointExtras(
+        model_config=hybrid_decoder(), tokenizer=ByteTokenizer(), data_state={}
+    )
+    path = save_checkpoint(tmp_path, state, extras)
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    restored, _ = restore_checkpoint(path, template, ByteTokenizer(), hybrid_decoder())
+    for layer in range(2):
+        bias = restored.buffers[f"layers/{layer}/mlp/router/bias"]
+        assert np.abs(bias).max() > 0
+    # Arrays bound to no device, as those of `state`: the compiled step serves both.
+    rng = jax.random.key_data(restored.rng)
+    numbers = dataclasses.replace(restored, rng=rng)
+    numbers = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), numbers)
+    restored = dataclasses.replace(numbers, rng=jax.random.wrap_key_data(numbers.rng))
+    ends = []
+    for start in (state, restored):
+        end, metrics = run.jitted(start, ragged_batch(8, 12, seed=1))
+        rng = jax.random.key_data(end.rng)
+        ends.append((dataclasses.replace(end, rng=rng), metrics))
+    chex.assert_trees_all_equal(*ends)
 
 
 TEXTS = tuple(f"def f{i}(x):\n    return x + {i}\n" * (i % 5 + 1) for i in range(30))
