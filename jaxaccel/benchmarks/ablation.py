@@ -15,6 +15,7 @@ from jaxaccel.benchmarks.step import add_options
 from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.models.describe import describe
 from jaxaccel.training.loop import train
+from pallas_kernels._common.bench import digits, stamp
 
 
 def _throughput(workdir: pathlib.Path) -> float:
@@ -66,9 +67,9 @@ def measure(
         "steps": experiment.train.num_steps,
         "tokens": batch * experiment.train.num_steps,
         "seeds": seeds,
-        "heldout_by_seed": [results.digits(value, 5) for value in heldout],
-        "heldout": results.digits(statistics.mean(heldout), 5),
-        "tokens_per_s": results.digits(statistics.mean(speeds)),
+        "heldout_by_seed": [digits(value, 5) for value in heldout],
+        "heldout": digits(statistics.mean(heldout), 5),
+        "tokens_per_s": digits(statistics.mean(speeds)),
     }
 
 
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", default="0,1", help="separated by commas")
     options = parser.parse_args(argv)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    about, rows = results.stamp(options.commit), []
+    about, rows = stamp(options.commit), []
     with tempfile.TemporaryDirectory() as corpus_dir:
         for gin_file in options.gin_file:
             row = measure(

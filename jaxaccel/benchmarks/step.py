@@ -30,6 +30,7 @@ from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.describe import describe
 from jaxaccel.training.optim import make_optimizer
 from jaxaccel.training.step import make_init, make_train_step
+from pallas_kernels._common.bench import digits, stamp
 
 
 LOSS_TOLERANCE = 2e-3
@@ -220,23 +221,23 @@ def summary(
                 "workload": workload,
                 "implementation": contender.name,
                 "dtype": config.dtype,
-                "ms": results.digits(ms, 5) if agree else None,
-                "tokens_per_s": results.digits(tokens / ms * 1e3) if agree else None,
-                "tflops": results.digits(flops / 1e12) if agree else None,
-                "mfu": results.digits(flops / peak.flops) if agree and peak else None,
-                "peak_gib": results.digits(contender.peak_bytes / 2**30),
-                "host_dispatch_ms": results.digits(min(contender.dispatch_ms[1:])),
-                "compile_s": results.digits(contender.compile_seconds),
-                "rounds_ms": [results.digits(t, 5) for t in contender.step_ms[1:]],
-                "first_loss": results.digits(contender.losses[0], 6),
-                "last_loss": results.digits(contender.losses[-1], 6),
+                "ms": digits(ms, 5) if agree else None,
+                "tokens_per_s": digits(tokens / ms * 1e3) if agree else None,
+                "tflops": digits(flops / 1e12) if agree else None,
+                "mfu": digits(flops / peak.flops) if agree and peak else None,
+                "peak_gib": digits(contender.peak_bytes / 2**30),
+                "host_dispatch_ms": digits(min(contender.dispatch_ms[1:])),
+                "compile_s": digits(contender.compile_seconds),
+                "rounds_ms": [digits(t, 5) for t in contender.step_ms[1:]],
+                "first_loss": digits(contender.losses[0], 6),
+                "last_loss": digits(contender.losses[-1], 6),
                 "parameters": about.total.params,
                 "note": "" if agree else f"losses differ by {apart:.1e}: no speed",
             }
         )
     if agree:
         pairs = zip(mine.step_ms[1:], plain.step_ms[1:], strict=True)
-        rows[0]["ratio"] = results.digits(statistics.median(a / b for a, b in pairs))
+        rows[0]["ratio"] = digits(statistics.median(a / b for a, b in pairs))
     return rows
 
 
@@ -268,7 +269,7 @@ def main(argv: list[str]) -> int:
     rows = measure(
         experiment, workload=workload, rounds=options.rounds, steps=options.steps
     )
-    about = results.stamp(options.commit)
+    about = stamp(options.commit)
     rows = [{**row, **about} for row in rows]
     results.write(options.json, rows)
     for row in rows:

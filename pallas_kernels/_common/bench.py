@@ -303,8 +303,27 @@ def _row(case, limits, picked, name, ours, peer, theirs, cache) -> dict[str, Any
     }
 
 
+def digits(value: float, count: int = 4) -> float:
+    """Rounds to significant digits."""
+    return float(f"{value:.{count}g}")
+
+
 def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None else digits(value)
+
+
+def stamp(commit: str | None = None) -> dict[str, Any]:
+    """Device, jax version, date and commit of a measurement made now.
+
+    Args:
+      commit: of the code, where git cannot say.
+    """
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or _commit(),
+    }
 
 
 def _commit() -> str | None:
@@ -345,17 +364,12 @@ def run(
     """
     specs = importlib.import_module(f"pallas_kernels.{op}.specs")
     limits = ceilings()
-    stamp = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit or _commit(),
-    }
+    about = stamp(commit)
     rows: list[dict[str, Any]] = []
-    results = {"ceilings": {**dataclasses.asdict(limits), **stamp}, "rows": rows}
+    results = {"ceilings": {**dataclasses.asdict(limits), **about}, "rows": rows}
     for case in specs.bench_cases(tag):
         for row in measure_case(case, limits, peers, implementations):
-            rows.append({"op": op, **row, **stamp})
+            rows.append({"op": op, **row, **about})
             print(_line(rows[-1]), flush=True)
         if save is not None:
             save(results)

@@ -157,7 +157,7 @@ def test_results_are_written_whole(tmp_path):
 
 
 def test_the_readme_holds_what_the_result_files_hold():
-    readme = (results.ROOT / "README.md").read_text()
+    readme = (render.ROOT / "README.md").read_text()
     assert render.rendered(readme) == readme, "run `uv run jaxaccel bench render`"
 
 
