@@ -287,8 +287,8 @@ class _Run:
         data_state = None
         if found is None:
             self.console.status("initialising the model", is_progress=False)
-            # Each random array costs a CPU a quarter of a second to optimise, and runs
-            # once.
+            # On a CPU, optimising each random array takes far longer than drawing it,
+            # once, can save.
             on_cpu = jax.default_backend() == "cpu"
             quick = {"xla_backend_optimization_level": 0} if on_cpu else None
             jitted = jax.jit(init, out_shardings=shardings)

@@ -60,9 +60,9 @@ def environment(tmp_path):
     }
 
 
-# This is the one test that takes longer than the 5 s that the suite allows itself: it
-# starts a kernel, imports everything anew, and compiles a whole run (initialisation,
-# training step, evaluation, prefill, decoding), about 25 s of processor time.
+# This takes longer than the 5 s that the suite allows itself: it starts a kernel,
+# imports everything anew, and compiles a whole run (initialisation, training step,
+# evaluation, prefill, decoding).
 @every_notebook
 def test_runs_in_tiny_mode(path, environment):
     run = runpy.run_path(str(FOLDER / "execute.py"))["run"]

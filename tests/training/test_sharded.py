@@ -138,8 +138,8 @@ def run_one_of_two(workdir: str) -> None:
     train(config(fsdp=2, tensor=2), MODEL, DATA, workdir)
 
 
-# Two interpreters import everything and compile: about 15 s on two cores. Nothing
-# smaller shows that data, collectives, checkpoint and figures agree over processes.
+# Slow because two interpreters import everything and compile. Nothing smaller shows
+# that data, collectives, checkpoint and figures agree over processes.
 def test_two_processes_equal_one(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
