@@ -7,13 +7,14 @@ mistyped option answer at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 
@@ -48,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = argparse.Namespace(command=_bench, debug=False, arguments=argv[1:])
     else:
         arguments = parser.parse_args(list(map(_rewrite_assignment, argv)))
-    _set_up_logging()
+    with _messages_on_stderr():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Runs the command; turns what users cause or can mend into one line."""
     try:
         return arguments.command(arguments)
     except BrokenPipeError:
@@ -85,15 +91,28 @@ def _rewrite_assignment(argument: str) -> str:
     return f"--gin_assignment={argument.removeprefix(_ASSIGNMENT)}"
 
 
-def _set_up_logging() -> None:
-    """Our own messages on stderr; other libraries' from warnings upwards."""
+@contextlib.contextmanager
+def _messages_on_stderr() -> Iterator[None]:
+    """Our own messages on stderr; other libraries' from warnings upwards.
+
+    Restored at the end: who calls `main` from Python keeps the logging he set up, and
+    no handler outlives the stream that it writes to.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    for name in ("jaxaccel", "pallas_kernels"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
+    loggers = [logging.getLogger(name) for name in ("jaxaccel", "pallas_kernels")]
+    before = [(log.level, list(log.handlers), log.propagate) for log in loggers]
+    for log in loggers:
+        log.setLevel(logging.INFO)
+        log.handlers[:] = [handler]
+        log.propagate = False
+    try:
+        yield
+    finally:
+        for log, (level, handlers, propagate) in zip(loggers, before, strict=True):
+            log.setLevel(level)
+            log.handlers[:] = handlers
+            log.propagate = propagate
 
 
 def _parser() -> argparse.ArgumentParser:

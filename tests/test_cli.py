@@ -1,6 +1,7 @@
 """The commands: what they print, what they write, and how they end on mistakes."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 import subprocess
@@ -110,6 +111,20 @@ def test_describe_tells_size_and_costs(capsys, checkpoint):
     printed = capsys.readouterr().out
     assert "layer 0: attention + mlp" in printed
     assert "at 8 tokens" in printed
+
+
+def test_logging_of_the_caller_is_left_as_it_was(capsys, gin_file):
+    loggers = [logging.getLogger(name) for name in ("jaxaccel", "pallas_kernels")]
+    mine = logging.NullHandler()
+    loggers[0].addHandler(mine)
+    before = [(log.level, list(log.handlers), log.propagate) for log in loggers]
+    try:
+        assert cli.main(["describe", f"--gin_file={gin_file}"]) == 0
+        assert cli.main(["describe", "--gin_file=not_there.gin"]) == 2
+        after = [(log.level, list(log.handlers), log.propagate) for log in loggers]
+        assert after == before
+    finally:
+        loggers[0].removeHandler(mine)
 
 
 def test_describe_refuses_what_it_would_not_heed(capsys, checkpoint, gin_file):
