@@ -59,6 +59,7 @@ def select(
     refused: Mapping[str, str],
     *,
     available: tuple[Implementation, ...] = PREFERENCE,
+    only_named: Mapping[str, str] | None = None,
     config: Any = None,
 ) -> Choice:
     """Picks an implementation.
@@ -68,6 +69,8 @@ def select(
       requested: the caller's `implementation`; `None` takes the best.
       refused: implementation -> reason, for each that cannot run these inputs.
       available: the implementations this op has, best first.
+      only_named: implementation -> reason, for each that runs if it is asked for but
+        is never picked: one that no measured row speaks for, say.
       config: the kernel config to report if "mosaic" is taken.
 
     Returns:
@@ -77,6 +80,7 @@ def select(
       UnknownImplementation: `requested` is no implementation of this op.
       NotImplementedError: `requested` cannot run these inputs; the reason is given.
     """
+    only_named = {} if only_named is None else only_named
     if requested is not None:
         if requested not in available:
             raise UnknownImplementation(
@@ -90,6 +94,7 @@ def select(
             )
         picked, source = requested, "named"
     else:
+        refused = {**only_named, **refused}
         picked = next((name for name in available if name not in refused), None)
         if picked is None:
             reasons = "; ".join(f"{n}: {r}" for n, r in refused.items())

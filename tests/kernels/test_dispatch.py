@@ -149,3 +149,18 @@ def test_the_interpreter_reports_a_race_even_of_an_earlier_kernel():
     with pytest.raises(RuntimeError, match="race"), interpreted():
         jax.block_until_ready([racing(two_writers)() for two_writers in (True, False)])
     assert not is_interpreting()
+
+
+def test_what_runs_only_if_named_is_never_picked():
+    reason = {"mosaic": "no measured row"}
+    choice = dispatch.select("op", None, {}, only_named=reason)
+    assert choice.implementation == "xla"
+    assert choice.refused == reason
+    choice = dispatch.select("op", "mosaic", {}, only_named=reason)
+    assert choice.implementation == "mosaic"
+    assert choice.source == "named"
+    refused = {"mosaic": "K = 7"}
+    choice = dispatch.select("op", None, refused, only_named=reason)
+    assert choice.refused == refused
+    with pytest.raises(NotImplementedError, match="K = 7"):
+        dispatch.select("op", "mosaic", refused, only_named=reason)
