@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import statistics
 import time
@@ -50,8 +51,10 @@ class Contender:
       losses: of the steps done so far.
       step_ms: device and host time of a step, one entry per round.
       dispatch_ms: host time until a step's call returned, one entry per round. On a
-        GPU the call also launches the step's kernels, and waits where more of them
-        are queued than the device takes.
+        GPU the calling thread also launches the step's kernels, and waits where more
+        of them are queued than the device takes, unless `launches_elsewhere()`.
+      call_ms: host time of a call with the same arguments and results that launches
+        nothing: what the step's call costs beside its kernels.
     """
 
     name: str
@@ -62,6 +65,16 @@ class Contender:
     losses: list[float] = dataclasses.field(default_factory=list)
     step_ms: list[float] = dataclasses.field(default_factory=list)
     dispatch_ms: list[float] = dataclasses.field(default_factory=list)
+    call_ms: float | None = None
+
+
+def launches_elsewhere() -> bool:
+    """Whether the GPU runtime launches kernels on a thread of its own.
+
+    jaxlib reads XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT when the process first uses the
+    GPU; without it the thread that calls a step launches each of its kernels.
+    """
+    return os.environ.get("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "0") == "1"
 
 
 def compiled(function: Any, *arguments: Any) -> tuple[Any, float, int]:
@@ -148,6 +161,24 @@ def run_round(contender: Contender, batches: list[Any]) -> None:
     contender.dispatch_ms.append(1e3 * statistics.median(dispatch))
 
 
+def time_empty_call(contender: Contender, batch: Any, calls: int = 50) -> None:
+    """Sets `call_ms`: the median over calls that hand the state through."""
+
+    def nothing(state, batch):
+        del batch
+        return state
+
+    call = jax.jit(nothing, donate_argnums=0, keep_unused=True)
+    state, seconds = contender.state, []
+    for _ in range(calls):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state = call(state, batch)
+        seconds.append(time.perf_counter() - start)
+    contender.state = state
+    contender.call_ms = 1e3 * statistics.median(seconds)
+
+
 def device_batches(experiment: Experiment, count: int) -> list[PackedBatch]:
     """Takes the first batches of the training stream and puts them on the device."""
     corpus = prepare(experiment.data)
@@ -185,6 +216,8 @@ def measure(
     for _ in range(rounds):
         run_round(mine, batches)
         run_round(plain, plain_batches)
+    time_empty_call(mine, batches[0])
+    time_empty_call(plain, plain_batches[0])
     tokens = float(np.mean([np.sum(np.asarray(b.segment_ids) > 0) for b in batches]))
     return summary(experiment, mine, plain, workload=workload, tokens=tokens)
 
@@ -227,6 +260,8 @@ def summary(
                 "mfu": digits(flops / peak.flops) if agree and peak else None,
                 "peak_gib": digits(contender.peak_bytes / 2**30),
                 "host_dispatch_ms": digits(min(contender.dispatch_ms[1:])),
+                "host_call_ms": contender.call_ms and digits(contender.call_ms),
+                "launches_elsewhere": launches_elsewhere(),
                 "compile_s": digits(contender.compile_seconds),
                 "rounds_ms": [digits(t, 5) for t in contender.step_ms[1:]],
                 "first_loss": digits(contender.losses[0], 6),

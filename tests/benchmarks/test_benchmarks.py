@@ -60,6 +60,8 @@ def test_plain_jax_trains_the_same_model(experiment):
     assert ours["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-4)
     assert ours["ms"] > 0
     assert ours["ratio"] > 0
+    assert 0 < ours["host_call_ms"] < ours["ms"]
+    assert ours["launches_elsewhere"] is False
     assert ours["mfu"] is None  # the peak of a CPU is not in the table
 
 
@@ -114,6 +116,14 @@ def test_the_first_round_warms_up(experiment):
     assert ours["host_dispatch_ms"] == 0.25
     assert ours["peak_gib"] == 1.0
     assert ours["ratio"] == 1.0
+
+
+def test_rows_say_which_thread_launches(experiment, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "1")
+    both = contender("jaxaccel", [2.0]), contender("plain_jax", [2.0])
+    rows = step.summary(experiment, *both, workload="x", tokens=100.0)
+    assert all(row["launches_elsewhere"] for row in rows)
+    assert all(row["host_call_ms"] is None for row in rows)
 
 
 def test_no_speed_is_written_for_another_loss(experiment):
