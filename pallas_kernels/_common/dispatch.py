@@ -6,11 +6,13 @@ Every op's `api.py` holds a function `choose(*args, implementation=None, **optio
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 
@@ -20,6 +22,10 @@ Implementation = Literal["reference", "xla", "mosaic"]
 PREFERENCE: tuple[Implementation, ...] = ("mosaic", "xla", "reference")
 
 _log = logging.getLogger("pallas_kernels")
+
+_records: contextvars.ContextVar[tuple[list[Choice], ...]] = contextvars.ContextVar(
+    "choice_records", default=()
+)
 
 
 class UnknownImplementation(ValueError):
@@ -107,13 +113,31 @@ def select(
     }
     if source == "automatic":
         _announce(op, picked, tuple(passed_over.items()))
-    return Choice(
+    choice = Choice(
         op=op,
         implementation=picked,
         config=config if picked == "mosaic" else None,
         source=source,
         refused=passed_over,
     )
+    for record in _records.get():
+        record.append(choice)
+    return choice
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[list[Choice]]:
+    """Collects the choices made inside, in their order.
+
+    Choices are made while a function is traced: a call of a program that is compiled
+    already makes none, so the record belongs around `.lower` or a first call.
+    """
+    record: list[Choice] = []
+    token = _records.set((*_records.get(), record))
+    try:
+        yield record
+    finally:
+        _records.reset(token)
 
 
 @functools.cache

@@ -39,6 +39,22 @@ def test_named_is_obeyed_or_refused():
         dispatch.select("an_op", None, {"xla": "no"}, available=("xla",))
 
 
+def test_choices_made_inside_are_recorded():
+    with dispatch.recorded_choices() as outer:
+        dispatch.select("an_op", "reference", {})
+        with dispatch.recorded_choices() as inner:
+            dispatch.select("an_op", None, {"mosaic": "no card"})
+            with pytest.raises(NotImplementedError):
+                dispatch.select("an_op", "mosaic", {"mosaic": "no card"})
+    dispatch.select("an_op", "reference", {})
+    assert [choice.implementation for choice in outer] == ["reference", "xla"]
+    assert [dict(choice.refused) for choice in inner] == [{"mosaic": "no card"}]
+    x, scale = (jnp.zeros(s.shape, s.dtype) for s in (X, SCALE))
+    with dispatch.recorded_choices() as traced:
+        jax.jit(pallas_kernels.rms_norm).lower(x, scale)
+    assert [choice.op for choice in traced] == ["rms_norm"]
+
+
 def test_explain_names_the_kernel_and_its_tiling():
     with hw.assume():
         choice = pallas_kernels.explain("rms_norm", X, SCALE)
