@@ -19,6 +19,7 @@ _HOME = {
     "PackedIterator": "pipeline",
     "Packing": "packing",
     "PackingMetadata": "batch",
+    "RecallConfig": "recall",
     "StdlibSource": "sources",
     "TextFolderSource": "sources",
     "byte_bigram_baseline": "bigram",
@@ -27,6 +28,8 @@ _HOME = {
     "pack": "packing",
     "packing_metadata": "batch",
     "prepare": "pipeline",
+    "recall_accuracy": "recall",
+    "recall_batch": "recall",
     "token_bigram_baseline": "bigram",
     "train_bpe": "tokenizer",
 }
