@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule.config import Config
 from pallas_kernels.gated_delta_rule.inverse import unit_lower_inverse
+from pallas_kernels.gated_delta_rule.segments import Summary
 
 
 class _Chunks(NamedTuple):
@@ -162,24 +163,46 @@ def _forward_group(
     return o.astype(x.v.dtype), state, saved
 
 
-def _backward_group(
+class _Reverse(NamedTuple):
+    """What the pass over the chunks in reverse makes of dO and dS'.
+
+    do_entering [n, B, Hk, R, C, V] gradient of Q S; from_do f32[n, B, Hk, R, C, V] the
+    part of dD that comes from dO; d_exit [n, B, Hk, R, V, K] gradient of the state at
+    each chunk's exit; dv [n, B, Hk, R, C, V].
+    """
+
+    do_entering: jax.Array
+    from_do: jax.Array
+    d_exit: jax.Array
+    dv: jax.Array
+
+
+def _reverse(
     scale: float,
     x: _Chunks,
-    saved: _Saved,
+    inverse: jax.Array,
     decay: _Decay,
     do: jax.Array,
     d_state: jax.Array,
-) -> tuple[_Chunks, jax.Array]:
-    """Gradients of `_forward_group`; the letters in comments are README.md's."""
-    dtype = x.v.dtype
+) -> tuple[jax.Array, _Reverse]:
+    """Runs the gradient of the state back through the chunks.
+
+    Args:
+      scale: factor on the output.
+      x: the inputs; v is not read.
+      inverse: [n, B, Hk, R, i, j], A.
+      decay: their decay factors.
+      do: [n, B, Hk, R, C, V].
+      d_state: f32[B, Hk, R, V, K], gradient of the state after the last chunk.
+
+    Returns:
+      (that of the state before the first chunk, what was computed on the way).
+    """
+    dtype = do.dtype
     product = functools.partial(_product, dtype=dtype)
-    inverse = saved.inverse.astype(jnp.float32)
-    kk = product("nbhik,nbhjk->nbhij", x.k, x.k)[:, :, :, None]
     qk = product("nbhik,nbhjk->nbhij", x.q, x.k)[:, :, :, None]
-    beta_j = x.beta[..., None, :]
-    decayed = inverse * decay.within  # A o G
-    weights = decayed * beta_j  # Ã
     scores = scale * qk * decay.within  # P
+    weights = inverse.astype(jnp.float32) * decay.within * x.beta[..., None, :]
     enter, leave = decay.enter[..., None], decay.leave[..., None]
 
     from_do = product("nbhrij,nbhriv->nbhrjv", scores, do)  # Pᵀ dO
@@ -203,6 +226,31 @@ def _backward_group(
         (x.q, x.k, to_written, to_state, do_entering, enter, decay.across),
         reverse=True,
     )
+    return d_state, _Reverse(do_entering, from_do, d_exit, dv)
+
+
+def _backward_group(
+    scale: float,
+    x: _Chunks,
+    saved: _Saved,
+    decay: _Decay,
+    do: jax.Array,
+    d_state: jax.Array,
+) -> tuple[_Chunks, jax.Array]:
+    """Gradients of `_forward_group`; the letters in comments are README.md's."""
+    dtype = x.v.dtype
+    product = functools.partial(_product, dtype=dtype)
+    inverse = saved.inverse.astype(jnp.float32)
+    kk = product("nbhik,nbhjk->nbhij", x.k, x.k)[:, :, :, None]
+    qk = product("nbhik,nbhjk->nbhij", x.q, x.k)[:, :, :, None]
+    beta_j = x.beta[..., None, :]
+    decayed = inverse * decay.within  # A o G
+    weights = decayed * beta_j  # Ã
+    scores = scale * qk * decay.within  # P
+    enter, leave = decay.enter[..., None], decay.leave[..., None]
+
+    d_state, reverse = _reverse(scale, x, saved.inverse, decay, do, d_state)
+    do_entering, from_do, d_exit, dv = reverse
 
     read = product("nbhik,nbhrvk->nbhriv", x.k, saved.entry)  # U
     missing = x.v.astype(jnp.float32) - enter * read  # W
@@ -286,6 +334,33 @@ def _to_tokens(x: jax.Array) -> jax.Array:
     return x.reshape(batch, groups * count * size, key_heads * group, dim)
 
 
+def _by_key_head(state: jax.Array, key_heads: int) -> jax.Array:
+    """[B, Hv, V, K] to [B, Hk, R, V, K]."""
+    batch, value_heads, *rest = state.shape
+    return state.reshape(batch, key_heads, value_heads // key_heads, *rest)
+
+
+def _split_chunks(config: Config, q, k, v, g, beta, is_first) -> _Chunks:
+    """The inputs in groups of chunks, padded to whole groups."""
+    time, key_heads = k.shape[1:3]
+    groups = max(1, -(-time // (config.chunk * config.group)))
+    padding = groups * config.group * config.chunk - time
+
+    def chunks(x: jax.Array, heads: int) -> jax.Array:
+        # Zeros in g and beta leave the state as it is.
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return _to_chunks(config, groups, x, heads)
+
+    return _Chunks(
+        q=chunks(q, 0),
+        k=chunks(k, 0),
+        v=chunks(v, key_heads),
+        g=chunks(g, key_heads),
+        beta=chunks(beta, key_heads),
+        first=chunks(is_first, 0),
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rule(
     config: Config, scale: float, x: _Chunks, state: jax.Array
@@ -344,27 +419,87 @@ def gated_delta_rule(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Chunked form; arguments and results as in `api.gated_delta_rule`."""
-    batch, time, key_heads, _ = q.shape
-    value_heads = v.shape[2]
-    groups = max(1, -(-time // (config.chunk * config.group)))
-    padding = groups * config.group * config.chunk - time
+    x = _split_chunks(config, q, k, v, g, beta, is_first)
+    state = _by_key_head(initial_state, k.shape[2])
+    o, state = _rule(config, scale, x, state)
+    return _to_tokens(o)[:, : q.shape[1]], state.reshape(initial_state.shape)
 
-    def chunks(x: jax.Array, heads: int) -> jax.Array:
-        # Zeros in g and beta leave the state as it is.
-        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return _to_chunks(config, groups, x, heads)
 
-    x = _Chunks(
-        q=chunks(q, 0),
-        k=chunks(k, 0),
-        v=chunks(v, key_heads),
-        g=chunks(g, key_heads),
-        beta=chunks(beta, key_heads),
-        first=chunks(is_first, 0),
+def summaries(
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    is_first: jax.Array,
+    config: Config,
+) -> Summary:
+    """What each row does to a state, whichever it is; see `segments`.
+
+    The state is widened by K rows: values [v | 0] from the state [0 | I] leave the
+    written part in the first V rows and the factor on the state in the others.
+
+    Args:
+      k, v, g, beta, is_first: as in `api.gated_delta_rule`.
+      config: sizes of the chunked form.
+
+    Returns:
+      The summary of all tokens of each row, f32[B, Hv, ...].
+    """
+    batch, _, key_heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[2:]
+    wide = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, key_dim)))
+    x = _split_chunks(config, k, k, wide, g, beta, is_first)
+    state = jnp.eye(value_dim + key_dim, key_dim, -value_dim, jnp.float32)
+    state = jnp.broadcast_to(
+        state[None, None], (batch, value_heads, value_dim + key_dim, key_dim)
     )
-    shape = (batch, key_heads, value_heads // key_heads, *initial_state.shape[2:])
-    o, state = _rule(config, scale, x, initial_state.reshape(shape))
-    return _to_tokens(o)[:, :time], state.reshape(initial_state.shape)
+
+    def group(state, x):
+        return _solve(x, state, _decay(x))[0], None
+
+    state, _ = jax.lax.scan(group, _by_key_head(state, key_heads), x)
+    state = state.reshape(batch, value_heads, value_dim + key_dim, key_dim)
+    return Summary(through=state[:, :, value_dim:], written=state[:, :, :value_dim])
+
+
+def entry_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    do: jax.Array,
+    *,
+    is_first: jax.Array,
+    scale: float,
+    config: Config,
+) -> jax.Array:
+    """The gradient that each row's outputs alone send to the state before it.
+
+    That of the state after the row adds to it what `segments.chain_gradients` says.
+
+    Args:
+      q, k, g, beta, is_first, scale: as in `api.gated_delta_rule`.
+      do: [B, T, Hv, V], gradient of the output, dtype of q.
+      config: sizes of the chunked form.
+
+    Returns:
+      f32[B, Hv, V, K].
+    """
+    batch, _, key_heads, key_dim = k.shape
+    value_heads, value_dim = do.shape[2:]
+    x = _split_chunks(config, q, k, do, g, beta, is_first)
+
+    def group(d_state, x):
+        decay = _decay(x)
+        kk = _product("nbhik,nbhjk->nbhij", x.k, x.k, dtype=do.dtype)
+        inverse = _inverse(x, decay, kk).astype(do.dtype)
+        return _reverse(scale, x, inverse, decay, x.v, d_state)[0], None
+
+    shape = (batch, value_heads, value_dim, key_dim)
+    d_state = _by_key_head(jnp.zeros(shape, jnp.float32), key_heads)
+    d_state, _ = jax.lax.scan(group, d_state, x, reverse=True)
+    return d_state.reshape(shape)
 
 
 def step(
