@@ -75,10 +75,7 @@ class KVCache:
         Returns:
           The cache with the tokens in it.
         """
-        slots = self.k.shape[1]
-        rank = jnp.cumsum(meta.is_real.astype(jnp.int32), axis=1) - 1
-        slot = jnp.where(meta.is_real, length[:, None] + rank, slots)  # [B, T]
-        row = jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], slot.shape)
+        row, slot = _places(meta, length, self.k.shape[1])
 
         def write(into, what):
             return into.at[row, slot].set(what.astype(into.dtype), mode="drop")
@@ -89,3 +86,93 @@ class KVCache:
             v=write(self.v, v),
             positions=write(self.positions, meta.positions),
         )
+
+    def truncate(self, length: jax.Array) -> Self:
+        """Forgets the tokens behind the first ones.
+
+        Their keys and values stay where they are, as in every empty slot, until
+        `append` writes over them.
+
+        Args:
+          length: i32[B], tokens that each row keeps.
+
+        Returns:
+          The cache in which slots from `length` on are empty.
+        """
+        return dataclasses.replace(self, positions=_truncated(self.positions, length))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCacheOfLayer:
+    """One layer's part of a `KVCache` that holds several layers; used in its place.
+
+    It writes into the arrays of all layers, so that a loop over layers that carries
+    them can update them where they are, without a copy of a layer's part.
+
+    Attributes:
+      stacked: the cache, every array with a leading [num_periods] axis.
+      index: i32[], the layer's row of that axis.
+    """
+
+    stacked: KVCache
+    index: jax.Array
+
+    @property
+    def k(self) -> jax.Array:
+        """[B, S, G, K]."""
+        return self._row(self.stacked.k)
+
+    @property
+    def v(self) -> jax.Array:
+        """[B, S, G, V]."""
+        return self._row(self.stacked.v)
+
+    @property
+    def positions(self) -> jax.Array:
+        """i32[B, S]."""
+        return self._row(self.stacked.positions)
+
+    def append(
+        self, k: jax.Array, v: jax.Array, meta: TokenPlaces, length: jax.Array
+    ) -> Self:
+        """As `KVCache.append`."""
+        row, slot = _places(meta, length, self.stacked.k.shape[2])
+
+        def write(into, what):
+            return into.at[self.index, row, slot].set(
+                what.astype(into.dtype), mode="drop"
+            )
+
+        stacked = KVCache(
+            k=write(self.stacked.k, k),
+            v=write(self.stacked.v, v),
+            positions=write(self.stacked.positions, meta.positions),
+        )
+        return dataclasses.replace(self, stacked=stacked)
+
+    def truncate(self, length: jax.Array) -> Self:
+        """As `KVCache.truncate`."""
+        positions = jax.lax.dynamic_update_index_in_dim(
+            self.stacked.positions, _truncated(self.positions, length), self.index, 0
+        )
+        stacked = dataclasses.replace(self.stacked, positions=positions)
+        return dataclasses.replace(self, stacked=stacked)
+
+    def _row(self, array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False)
+
+
+def _places(
+    meta: TokenPlaces, length: jax.Array, slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """Row and slot of each token, i32[B, T] both; padding gets a slot that is none."""
+    rank = jnp.cumsum(meta.is_real.astype(jnp.int32), axis=1) - 1
+    slot = jnp.where(meta.is_real, length[:, None] + rank, slots)  # [B, T]
+    return jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], slot.shape), slot
+
+
+def _truncated(positions: jax.Array, length: jax.Array) -> jax.Array:
+    """Positions i32[B, S] with -1 in the slots from `length` on."""
+    slot = jnp.arange(positions.shape[1], dtype=jnp.int32)
+    return jnp.where(slot[None, :] < length[:, None], positions, jnp.int32(-1))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.decoding.sampling import SamplingConfig, sample
 
 
@@ -354,13 +355,15 @@ def _decode(graphdef, draw, state, carry, keys, stops, limit) -> _Carry:
     def body(carry: _Carry) -> _Carry:
         # An ended row reads padding, which leaves its caches as they are.
         segments = jnp.where(carry.is_done, 0, 1).astype(jnp.int32)
-        output = model(carry.last[:, None], segments[:, None], cache=carry.cache)
-        logits = model.unembed(output.hidden)[:, 0]  # [B, V]
+        hidden, cache = read_tokens(
+            model, carry.last[:, None], segments[:, None], carry.cache
+        )
+        logits = model.unembed(hidden)[:, 0]  # [B, V]
         carry = dataclasses.replace(
             carry,
             step=carry.step + 1,
             last=draw(logits, keys, carry.step),
-            cache=output.cache,
+            cache=cache,
         )
         return _end_rows(carry, stops)
 

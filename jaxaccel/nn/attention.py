@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxaccel.cache.dense import KVCache
+from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
 from jaxaccel.data.batch import PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
@@ -72,6 +72,20 @@ class AttentionConfig:
             )
         if self.rope is not None:
             self.rope.rotary_dim(self.head_dim)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingAttention:
+    """What `Attention.verify` read and `Attention.commit` may take back.
+
+    Attributes:
+      cache: all of the tokens in it.
+      length: i32[B], tokens it held before them.
+    """
+
+    cache: KVCache | KVCacheOfLayer
+    length: jax.Array
 
 
 class Attention(nnx.Module):
@@ -157,9 +171,9 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         meta: PackingMetadata,
-        cache: KVCache | None = None,
+        cache: KVCache | KVCacheOfLayer | None = None,
         length: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, KVCache | KVCacheOfLayer | None]:
         """Mixes along time.
 
         Args:
@@ -226,3 +240,39 @@ class Attention(nnx.Module):
             gate = jax.nn.sigmoid(self.gate_proj(x, out_dtype=jnp.float32))
             o = (o.astype(jnp.float32) * gate).astype(self.dtype)
         return self.o_proj(o), cache
+
+    def verify(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: KVCache | KVCacheOfLayer,
+        length: jax.Array,
+    ) -> tuple[jax.Array, PendingAttention]:
+        """Reads drafted tokens, of which `commit` keeps a prefix.
+
+        Args:
+          x: [B, T, D], drafts behind what the cache holds.
+          meta: documents and positions.
+          cache: keys and values of earlier calls.
+          length: i32[B], tokens in the cache.
+
+        Returns:
+          [B, T, D] as from `__call__`, and what `commit` takes.
+        """
+        y, after = self(x, meta, cache, length)
+        assert after is not None  # a cache was given
+        return y, PendingAttention(cache=after, length=length)
+
+    def commit(
+        self, pending: PendingAttention, accepted: jax.Array
+    ) -> KVCache | KVCacheOfLayer:
+        """Keeps the first drafts of each row.
+
+        Args:
+          pending: what `verify` returned.
+          accepted: i32[B], real tokens to keep, at most those that were read.
+
+        Returns:
+          The cache as if the others had never been read.
+        """
+        return pending.cache.truncate(pending.length + accepted)
