@@ -40,7 +40,7 @@ class _Carry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Draw:
+class Draw:
     """Draws the next token of each row, of those below `vocab_limit`."""
 
     sampling: SamplingConfig
@@ -49,8 +49,11 @@ class _Draw:
     def __call__(self, logits: jax.Array, keys: jax.Array, step: jax.Array):
         """f32[B, V] logits, a key a row, the step's number -> i32[B]."""
         step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
-        logits = logits[:, : self.vocab_limit].astype(jnp.float32)
-        return sample(logits, step_keys, self.sampling)
+        return sample(self.allowed(logits), step_keys, self.sampling)
+
+    def allowed(self, logits: jax.Array) -> jax.Array:
+        """Logits f32[..., M] of the tokens that may be drawn, of [..., V]."""
+        return logits[..., : self.vocab_limit].astype(jnp.float32)
 
 
 def bucket(length: int) -> int:
@@ -226,19 +229,17 @@ def _events(
     seed: int | Sequence[int],
     tokens_per_call: int,
 ) -> Iterator[tuple[int, int]]:
-    vocab = model.config.vocab_size
-    _check_prompts(prompts, vocab)
-    _check_tokens("stop_tokens", stop_tokens, vocab)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is less than 1")
     if tokens_per_call < 1:
         raise ValueError(f"tokens_per_call={tokens_per_call} is less than 1")
-    if vocab_limit is not None and vocab_limit < 1:
-        raise ValueError(f"vocab_limit={vocab_limit} is less than 1")
-    # One number for all limits that exclude nothing, so that they share a program.
-    vocab_limit = vocab if vocab_limit is None else min(vocab_limit, vocab)
-    draw = _Draw(sampling=sampling, vocab_limit=vocab_limit)
-    keys = _row_keys(seed, len(prompts))
+    draw = check_request(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        vocab_limit=vocab_limit,
+    )
+    keys = row_keys(seed, len(prompts))
     if not prompts:
         return iter(())
     return _run(
@@ -250,12 +251,12 @@ def _run(
     model: Any,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    draw: _Draw,
+    draw: Draw,
     stop_tokens: Sequence[int],
     keys: jax.Array,
     tokens_per_call: int,
 ) -> Iterator[tuple[int, int]]:
-    tokens, segments = _pad(prompts)
+    tokens, segments = pad(prompts)
     capacity = bucket(max_new_tokens)
     # At least one entry, so that "none" and "one" run the same program.
     stops = jnp.asarray([*stop_tokens] or [-1], jnp.int32)
@@ -279,6 +280,43 @@ def _run(
         told = step
 
 
+def check_request(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    stop_tokens: Sequence[int],
+    vocab_limit: int | None,
+) -> Draw:
+    """Checks what `generate` is asked for.
+
+    Args:
+      model: as in `generate`, like the other arguments.
+      prompts: likewise.
+      max_new_tokens: likewise.
+      sampling: likewise.
+      stop_tokens: likewise.
+      vocab_limit: likewise.
+
+    Returns:
+      How tokens are drawn.
+
+    Raises:
+      ValueError: as `generate` raises.
+    """
+    vocab = model.config.vocab_size
+    _check_prompts(prompts, vocab)
+    _check_tokens("stop_tokens", stop_tokens, vocab)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is less than 1")
+    if vocab_limit is not None and vocab_limit < 1:
+        raise ValueError(f"vocab_limit={vocab_limit} is less than 1")
+    # One number for all limits that exclude nothing, so that they share a program.
+    vocab_limit = vocab if vocab_limit is None else min(vocab_limit, vocab)
+    return Draw(sampling=sampling, vocab_limit=vocab_limit)
+
+
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -295,7 +333,7 @@ def _check_tokens(name: str, tokens: Sequence[int], vocab: int) -> None:
             )
 
 
-def _row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
+def row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     """One key a row; row i of `seed=s` is not row 0 of `seed=s+i`."""
     if isinstance(seed, int | np.integer):
         fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
@@ -306,7 +344,7 @@ def _row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 0)
 
 
-def _pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Right-pads to a bucket: i32[B, T] tokens and segments, both 0 where padded."""
     width = bucket(max(map(len, prompts)))
     tokens = np.zeros((len(prompts), width), np.int32)

@@ -62,7 +62,7 @@ def scan_layers(
       x: [B, T, D], embedded tokens.
       caches: as in `DecoderCache.layers`.
       layer: what a layer does with x and its part of the cache: a `KVCacheOfLayer`, or
-        the row of any other cache.
+        the row of any other cache; it may return `None` for a part that stays.
 
     Returns:
       x, the caches, and what `layer` kept: one value per position of the pattern, its
@@ -77,7 +77,7 @@ def scan_layers(
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
             block = nnx.merge(graphdef, state)
             x, part, keep = layer(block, x, _part(cache, index))
-            after.append(_put(cache, part, index))
+            after.append(put_part(cache, part, index))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)
 
@@ -95,7 +95,10 @@ def _part(cache: LayerCache, index: jax.Array) -> Any:
     )
 
 
-def _put(cache: LayerCache, part: Any, index: jax.Array) -> Any:
+def put_part(cache: LayerCache, part: Any, index: jax.Array) -> Any:
+    """Puts a layer's part into the cache of its position; `None` leaves it as it is."""
+    if part is None:
+        return cache
     if isinstance(part, KVCacheOfLayer):
         return part.stacked
     return jax.tree.map(

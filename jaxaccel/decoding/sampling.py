@@ -84,6 +84,24 @@ def filter_logits(
     return logits, tokens
 
 
+def probabilities(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """The distribution that `sample` draws from.
+
+    Args:
+      logits: f32[B, V].
+      config: the temperature, which must not be 0, and the filters.
+
+    Returns:
+      f32[B, V], 0 where the filters exclude a token.
+    """
+    kept, tokens = filter_logits(logits, config)
+    probs = jax.nn.softmax(kept, axis=-1)
+    if tokens is None:
+        return probs
+    row = jnp.broadcast_to(jnp.arange(logits.shape[0])[:, None], tokens.shape)
+    return jnp.zeros_like(logits).at[row, tokens].set(probs)
+
+
 def sample(logits: jax.Array, key: jax.Array, config: SamplingConfig) -> jax.Array:
     """Draws one token a row.
 

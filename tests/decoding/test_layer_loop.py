@@ -57,10 +57,10 @@ def test_a_decoding_step_copies_no_more_than_one_layer_of_the_cache(model):
         tokens=jnp.zeros((ROWS, 16), jnp.int32),
         cache=model.init_cache(ROWS, SLOTS),
     )
-    greedy = generate_lib._Draw(
+    greedy = generate_lib.Draw(
         sampling=SamplingConfig(temperature=0.0), vocab_limit=128
     )
-    keys = generate_lib._row_keys(0, ROWS)
+    keys = generate_lib.row_keys(0, ROWS)
     stops = jnp.asarray([-1], jnp.int32)
     compiled = generate_lib._decode.lower(
         graphdef, greedy, state, carry, keys, stops, jnp.int32(9)
