@@ -2,33 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels.causal_conv1d import config as configs
 from pallas_kernels.causal_conv1d import reference, xla
 
 
-_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
 
 
 def choose(
-    *args: Any, implementation: Implementation | None = None, **options: Any
+    x: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    implementation: Implementation | None = None,
+    **options: Any,
 ) -> Choice:
     """Says what a call of `causal_conv1d` would run.
 
     Args:
-      *args: arrays or `jax.ShapeDtypeStruct`, as for `causal_conv1d`.
+      x, weight, bias: arrays or `jax.ShapeDtypeStruct`, as for `causal_conv1d`.
       implementation: the one asked for.
-      **options: the other keywords of `causal_conv1d`.
+      **options: the other keywords of `causal_conv1d`, which decide nothing.
 
     Returns:
-      The choice.
+      The choice, with `Kernels` as its config if it is "mosaic".
+
+    Raises:
+      ValueError: x or weight has a shape that is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
     """
-    del args, options  # Both implementations run everything that passes the checks.
-    return select("causal_conv1d", implementation, {}, available=_AVAILABLE)
+    del options
+    if len(x.shape) != 3 or len(weight.shape) != 2:
+        raise ValueError(
+            f"x and weight have shapes {x.shape} and {weight.shape}, expected "
+            "[B, T, D] and [W, D]"
+        )
+    refused, kernels = {}, None
+    if reason := _mosaic_refusal(x, weight, bias):
+        refused["mosaic"] = reason
+    else:
+        batch, time, dim = x.shape
+        kernels = configs.Kernels(
+            fwd=configs.pick(batch, time, dim, x.dtype, "fwd"),
+            bwd=configs.pick(batch, time, dim, x.dtype, "bwd"),
+        )
+    return select(
+        "causal_conv1d",
+        implementation,
+        refused,
+        only_named=_ONLY_NAMED,
+        config=kernels,
+    )
+
+
+def _mosaic_refusal(x: Any, weight: Any, bias: Any) -> str | None:
+    """Why the kernels cannot run these inputs, `None` if they can."""
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        return f"the kernels need a Hopper GPU, this is {jax.default_backend()}"
+    for name, array in (("weight", weight), ("bias", bias)):
+        allowed = (jnp.dtype(jnp.float32), jnp.dtype(x.dtype))
+        if array is not None and jnp.dtype(array.dtype) not in allowed:
+            return f"{name}.dtype={array.dtype}, the kernels take float32 or {x.dtype}"
+    batch, time, dim = x.shape
+    return configs.refusal(batch, time, dim, weight.shape[0], x.dtype)
 
 
 def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
@@ -61,7 +105,7 @@ def causal_conv1d(
       initial_state: [B, W - 1, D], the inputs before the row, dtype of x; zeros if
         `None`.
       activation: "silu" or `None`.
-      implementation: "xla", "reference" or `None`.
+      implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
     Returns:
       (y [B, T, D] of x's dtype, final_state [B, W - 1, D]: the last W - 1 raw inputs
@@ -69,13 +113,11 @@ def causal_conv1d(
 
     Raises:
       ValueError: a shape, dtype or activation is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Source: Gated Delta Networks (arXiv 2412.06464), section 3.
     """
-    choice = choose(x, weight, implementation=implementation)
-    if x.ndim != 3 or weight.ndim != 2:
-        raise ValueError(
-            f"x and weight have shapes {x.shape} and {weight.shape}, expected "
-            "[B, T, D] and [W, D]"
-        )
+    choice = choose(x, weight, bias=bias, implementation=implementation)
     batch, time, dim = x.shape
     width = weight.shape[0]
     _expect("weight", weight, (width, dim))
@@ -92,8 +134,16 @@ def causal_conv1d(
     if initial_state is None:
         initial_state = jnp.zeros((batch, width - 1, dim), x.dtype)
     _expect("initial_state", initial_state, (batch, width - 1, dim), x.dtype)
-    run = reference if choice.implementation == "reference" else xla
-    return run.causal_conv1d(
+    if choice.implementation == "mosaic":
+        # Imported on first use: Mosaic GPU takes a second that others need not pay.
+        from pallas_kernels.causal_conv1d import mosaic
+
+        run = functools.partial(mosaic.causal_conv1d, choice.config)
+    elif choice.implementation == "xla":
+        run = xla.causal_conv1d
+    else:
+        run = reference.causal_conv1d
+    return run(
         x,
         weight,
         bias=bias,

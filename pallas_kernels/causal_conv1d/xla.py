@@ -7,6 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.causal_conv1d import tables
+
 
 @functools.partial(jax.checkpoint, static_argnums=(4,))
 def _convolve(
@@ -45,24 +47,6 @@ def _convolve(
     return z.astype(extended.dtype)
 
 
-def _last_real(
-    extended: jax.Array, run: jax.Array, is_real: jax.Array, width: int
-) -> jax.Array:
-    """The last W - 1 real inputs of the last document, zeros where it is younger."""
-    kept = width - 1
-    # Rank among the real tokens; the state's rows count as real and come first.
-    real = jnp.pad(is_real, ((0, 0), (kept, 0)), constant_values=True)
-    rank = jnp.cumsum(real.astype(jnp.int32), axis=1)  # [B, W - 1 + T]
-    total = rank[:, -1:]
-    wanted = total - jnp.arange(kept - 1, -1, -1, dtype=jnp.int32)[None]
-    # [B, W - 1]: the first place that reaches a rank is the token of that rank.
-    place = jnp.sum(rank[:, None, :] < wanted[:, :, None], axis=2, dtype=jnp.int32)
-    last = jnp.max(jnp.where(real, run, 0), axis=1)
-    same = jnp.take_along_axis(run, place, axis=1) == last[:, None]
-    rows = jnp.take_along_axis(extended, place[:, :, None], axis=1)
-    return jnp.where(same[:, :, None], rows, jnp.zeros_like(rows))
-
-
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -85,8 +69,7 @@ def causal_conv1d(
         return y, initial_state
     if is_first is None and is_real is None:
         return y, extended[:, x.shape[1] :]
-    if is_real is None:
-        is_real = jnp.ones(x.shape[:2], bool)
-    if run is None:
-        run = jnp.zeros(extended.shape[:2], jnp.int32)
-    return y, _last_real(extended, run, is_real, width)
+    place = tables.last_inputs(
+        is_first, is_real, batch=x.shape[0], time=x.shape[1], kept=width - 1
+    )
+    return y, tables.take_inputs(x, initial_state, place)
