@@ -16,7 +16,71 @@ from jaxaccel.nn.router import MoEConfig
 
 MIXERS = ("gdn", "attention", "sliding_attention")
 DTYPES = ("float32", "bfloat16", "float16")
-REMAT_POLICIES = ("none", "full", "dots", "save_names:NAME,...")
+REMAT_POLICIES = (
+    *("none", "save", "full", "remat", "dots", "save_names:NAME,..."),
+    *("offload", "offload_policy", "offload_policy:NAME,...", "offload_group:N"),
+)
+
+# `remat_policy` -> mode of `core.offload.offload_scan`; the two that keep more on the
+# device than a layer's input are `jax.checkpoint` policies inside of "save".
+_MODES = {
+    **{"none": "save", "save": "save", "dots": "save", "save_names": "save"},
+    **{"full": "remat", "remat": "remat"},
+    **{"offload": "ring", "offload_policy": "policy", "offload_group": "group"},
+}
+_TAKES_NAMES = ("save_names", "offload_policy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematPolicy:
+    """`DecoderConfig.remat_policy`, read.
+
+    Attributes:
+      kind: what stands before the colon.
+      names: of values that are kept besides the layers' inputs.
+      group: periods of the pattern that share one stored input.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    group: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> RematPolicy:
+        """Reads a config's text.
+
+        Raises:
+          ValueError: it is not one of `REMAT_POLICIES`.
+        """
+        kind, colon, rest = text.partition(":")
+        names = tuple(rest.split(",")) if kind in _TAKES_NAMES and colon else ()
+        group = int(rest) if kind == "offload_group" and rest.isdecimal() else 1
+        is_known = kind in _MODES and all(names)
+        if kind == "save_names":
+            is_known = is_known and bool(names)
+        elif kind == "offload_group":
+            is_known = is_known and group > 1
+        elif colon and kind not in _TAKES_NAMES:
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"remat_policy={text!r} is unknown, allowed are "
+                f"{', '.join(map(repr, REMAT_POLICIES))}"
+            )
+        return cls(kind=kind, names=names, group=group)
+
+    @classmethod
+    def of_mode(cls, mode: str, *, group: int = 1, names: tuple[str, ...] = ()) -> str:
+        """The text for a mode of `offload_scan`."""
+        kind = {"ring": "offload", "policy": "offload_policy"}.get(mode, mode)
+        if mode == "group":
+            return f"offload_group:{group}"
+        return f"{kind}:{','.join(names)}" if names and mode == "policy" else kind
+
+    @property
+    def mode(self) -> str:
+        """The mode of `jaxaccel.core.offload.offload_scan`."""
+        return _MODES[self.kind]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +103,15 @@ class DecoderConfig:
       num_mtp_layers: multi-token prediction blocks, 0 or 1.
       dtype: dtype of the computation; what must be f32 stays f32.
       param_dtype: dtype of the parameters, those that must be f32 apart.
-      remat_policy: what the backward pass keeps of each layer: "none" rematerialises
-        nothing, "full" all but the layer's input, "dots" all but matrix products, and
-        "save_names:a,b" all but the values of these names (`attention_out`, `gdn_out`,
-        `moe_hidden`, `mlp_up`, ... as the layers call them).
+      remat_policy: what the backward pass keeps of each layer: "none" or "save"
+        rematerialises nothing, "full" or "remat" all but the layer's input, "dots" all
+        but matrix products, and "save_names:a,b" all but the values of these names
+        (`attention_out`, `gdn_out`, `moe_hidden`, `mlp_up`, ... as the layers call
+        them). As "remat", with the inputs in the host's memory: "offload" copies them
+        beside the kernels, "offload_policy" through `jax.checkpoint`, with
+        "offload_policy:a,b" these values too, and "offload_group:n" one input for n
+        periods of the pattern. A training run takes the first of these that fits, see
+        `jaxaccel.core.offload_plan`.
       implementation: implementation of the ops: `None`, one name for all, or
         op -> name.
     """
@@ -106,15 +175,14 @@ class DecoderConfig:
             raise ValueError(
                 f"DecoderConfig: norm_eps={self.norm_eps} must not be negative"
             )
-        kind, _, names = self.remat_policy.partition(":")
-        if kind == "save_names":
-            known = bool(names) and all(names.split(","))
-        else:
-            known = self.remat_policy in REMAT_POLICIES
-        if not known:
+        try:
+            policy = RematPolicy.parse(self.remat_policy)
+        except ValueError as error:
+            raise ValueError(f"DecoderConfig: {error}") from None
+        if policy.group > 1 and self.num_periods % policy.group:
             raise ValueError(
-                f"DecoderConfig: remat_policy={self.remat_policy!r} is unknown, "
-                f"allowed are {', '.join(map(repr, REMAT_POLICIES))}"
+                f"DecoderConfig: remat_policy={self.remat_policy!r} must divide the "
+                f"{self.num_periods} periods of the pattern"
             )
 
     @property

@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache
+from jaxaccel.core.offload import offload_scan
 from jaxaccel.data.batch import PackingMetadata, packing_metadata
-from jaxaccel.models.config import DecoderConfig
+from jaxaccel.models.config import DecoderConfig, RematPolicy
 from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet
 from jaxaccel.nn.linear import Embed, Linear
@@ -326,7 +327,10 @@ class Decoder(nnx.Module):
             h = mtp.hidden_norm(hidden[:, :-1])  # [B, T-1, D]
             x = mtp.proj(jnp.concatenate([e, h], axis=-1))
             graphdef, state = nnx.split(mtp.block)
-            run = _rematerialized(graphdef, self.config.remat_policy, in_loop=False)
+            policy = RematPolicy.parse(self.config.remat_policy)
+            run = _checkpointed(_pure(graphdef), policy, in_loop=False)
+            if policy.mode != "save":
+                run = jax.checkpoint(run)
             x, _, aux = run(state, x, meta, None, None)
             return mtp.final_norm(x), aux
 
@@ -350,29 +354,40 @@ class Decoder(nnx.Module):
         keep_states: bool,
     ):
         config = self.config
-        parts = [nnx.split(block) for block in self.layers]
-        runs = [
-            _rematerialized(
-                graphdef, config.remat_policy, in_loop=config.num_periods > 1
-            )
-            for graphdef, _ in parts
-        ]
+        policy = RematPolicy.parse(config.remat_policy)
+        in_loop = config.num_periods > 1
 
-        def period(x, sliced):
-            params, caches = sliced
-            new_caches, reports, states = [], [], []
-            for i, run in enumerate(runs):
+        def stage(i: int, graphdef: Any) -> Callable:
+            run = _checkpointed(_pure(graphdef), policy, in_loop=in_loop)
+
+            def layer(own, x, shared):
+                state, cache = own
+                meta, length = shared
                 with jax.named_scope(f"layer_{i}_{config.pattern[i]}"):
-                    cache = None if caches is None else caches[i]
-                    x, cache, aux = run(params[i], x, meta, cache, length)
-                new_caches.append(cache)
-                reports.append(aux)
-                states.append(x)
-            kept = tuple(states) if keep_states else None
-            return x, (tuple(new_caches), tuple(reports), kept)
+                    x, cache, aux = run(state, x, meta, cache, length)
+                return x, (cache, aux, x if keep_states else None)
 
-        params = tuple(state for _, state in parts)
-        x, (new_caches, reports, states) = jax.lax.scan(period, x, (params, caches))
+            return layer
+
+        parts = [nnx.split(block) for block in self.layers]
+        stages = [stage(i, graphdef) for i, (graphdef, _) in enumerate(parts)]
+        if caches is None:
+            caches = (None,) * len(stages)
+            mode, group = policy.mode, policy.group
+        else:
+            mode, group = "save", 1  # nobody differentiates through a cache
+        x, kept = offload_scan(
+            stages,
+            tuple((state, c) for (_, state), c in zip(parts, caches, strict=True)),
+            x,
+            (meta, length),
+            mode=mode,
+            group=group,
+            names=policy.names if mode == "policy" else (),
+        )
+        new_caches, reports, states = zip(*kept, strict=True)
+        if not keep_states:
+            states = None
         aux = None
         if isinstance(config.mlp, MoEConfig):
             aux = jax.tree.map(_in_layer_order, *reports)
@@ -464,22 +479,24 @@ def _in_layer_order(*leaves: jax.Array) -> jax.Array:
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
-def _rematerialized(graphdef: Any, policy: str, *, in_loop: bool) -> Callable:
-    """Returns a block as a pure function, rematerialised as the policy says."""
+def _pure(graphdef: Any) -> Callable:
+    """A block as a function of its state."""
 
     def run(state, x, meta, cache, length):
         return nnx.merge(graphdef, state)(x, meta, cache, length)
 
-    if policy == "none":
-        return run
-    kind, _, names = policy.partition(":")
+    return run
+
+
+def _checkpointed(run: Callable, policy: RematPolicy, *, in_loop: bool) -> Callable:
+    """Wraps a block where the policy keeps matrix products or named values of it."""
     policies = jax.checkpoint_policies
-    if kind == "save_names":
-        saveable = policies.save_only_these_names(*names.split(","))
-    elif kind == "dots":
+    if policy.kind == "save_names":
+        saveable = policies.save_only_these_names(*policy.names)
+    elif policy.kind == "dots":
         saveable = policies.dots_with_no_batch_dims_saveable
     else:
-        saveable = policies.nothing_saveable
+        return run
     # The loop already keeps XLA from merging the recomputation with the forward pass;
     # the barriers that would do it outside of one cost fusions.
     return jax.checkpoint(run, policy=saveable, prevent_cse=not in_loop)

@@ -10,7 +10,7 @@ from flax import nnx
 from sequence_checks import T, only, same, shift
 
 from jaxaccel.data.batch import packing_metadata
-from jaxaccel.models.config import DecoderConfig
+from jaxaccel.models.config import DecoderConfig, RematPolicy
 from jaxaccel.models.decoder import Decoder, init_decoder
 from jaxaccel.nn.attention import AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNetConfig
@@ -354,9 +354,48 @@ def test_every_parameter_of_every_layer_gets_a_gradient(kept_whole):
         assert norms.max() > 0, path
 
 
-@pytest.mark.parametrize("policy", ["full", "save_names:attention_out,mlp_up"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("full", "save_names:attention_out,mlp_up"),
+        *("offload", "offload_policy:attention_out"),
+    ],
+)
 def test_rematerialisation_changes_no_gradient(kept_whole, gradients, policy):
     _same(gradients(policy), kept_whole, atol=1e-4)
+
+
+@pytest.mark.parametrize(("policy", "copies"), [("offload", 2), ("remat", 0)])
+def test_each_layer_of_a_period_stores_its_input(short, policy, copies):
+    config = _config(
+        pattern=("attention", "sliding_attention"),
+        sliding_attention=AttentionConfig(
+            num_heads=2, num_kv_heads=1, head_dim=8, window=3
+        ),
+        num_layers=6,
+        mlp=MOE,  # its reports hold integers, which have no gradient
+        remat_policy=policy,
+    )
+    graphdef, state = _parts(config)
+
+    def loss(state):
+        output = nnx.merge(graphdef, state)(*short)
+        return jnp.sum(output.aux.balance_loss), output.aux.counts
+
+    traced = jax.jit(jax.grad(loss, has_aux=True)).trace(state)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('"pinned_host"') == copies
+    assert text.count('placement = "device"') == copies
+
+
+def test_every_spelling_of_a_policy_is_read_back():
+    for text in ("save", "remat", "offload", "offload_policy", "offload_group:2"):
+        policy = RematPolicy.parse(text)
+        again = RematPolicy.of_mode(policy.mode, group=policy.group)
+        assert RematPolicy.parse(again) == policy
+    policy = RematPolicy.parse("offload_policy:a,b")
+    assert (policy.mode, policy.names) == ("policy", ("a", "b"))
+    assert RematPolicy.of_mode("policy", names=policy.names) == "offload_policy:a,b"
 
 
 def test_router_biases_are_no_parameters():
@@ -413,6 +452,12 @@ def test_initial_parameters_differ_by_period_and_keep_the_stream_small():
         ({"param_dtype": "fp8"}, "param_dtype='fp8'"),
         ({"remat_policy": "some"}, "remat_policy='some'"),
         ({"remat_policy": "save_names:"}, "remat_policy='save_names:'"),
+        ({"remat_policy": "save_names"}, "remat_policy='save_names'"),
+        ({"remat_policy": "full:2"}, "remat_policy='full:2'"),
+        ({"remat_policy": "offload:2"}, "remat_policy='offload:2'"),
+        ({"remat_policy": "offload_policy:a,"}, "remat_policy='offload_policy:a,'"),
+        ({"remat_policy": "offload_group"}, "remat_policy='offload_group'"),
+        ({"remat_policy": "offload_group:3"}, "must divide the 2 periods"),
         ({"num_mtp_layers": 2}, "num_mtp_layers=2"),
         (
             {"pattern": ("gdn",), "attention": None, "num_mtp_layers": 1},
