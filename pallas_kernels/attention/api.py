@@ -7,29 +7,58 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
-from pallas_kernels.attention import reference, xla
+from pallas_kernels.attention import config_mosaic, reference, xla
 from pallas_kernels.attention.config import heuristic
-
-
-_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+from pallas_kernels.attention.tiles import TileBounds, tile_bounds
 
 
 def choose(
-    *args: Any, implementation: Implementation | None = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    q_positions: Any = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    **options: Any,
 ) -> Choice:
     """Says what a call of `attention` would run.
 
     Args:
-      *args: arrays or `jax.ShapeDtypeStruct`, as for `attention`.
+      q, k, v: arrays or `jax.ShapeDtypeStruct`, as for `attention`.
+      q_positions, scale: as for `attention`.
       implementation: the one asked for.
       **options: the other keywords of `attention`.
 
     Returns:
       The choice.
     """
-    del args, options  # Both implementations run everything that passes the checks.
-    return select("attention", implementation, {}, available=_AVAILABLE)
+    del options  # "xla" and "reference" run everything that passes the checks.
+    refused = {}
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        refused["mosaic"] = (
+            f"the kernels need a Hopper GPU, this is {jax.default_backend()}"
+        )
+    elif reason := config_mosaic.refusal(
+        time=q.shape[1],
+        length=k.shape[1],
+        heads=q.shape[2],
+        key_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        scale=scale,
+        has_positions=q_positions is not None,
+    ):
+        refused["mosaic"] = reason
+    return select(
+        "attention",
+        implementation,
+        refused,
+        only_named={"mosaic": "no measured row speaks for it yet"},
+        config=None if refused else config_mosaic.pick(head_dim=q.shape[3]),
+    )
 
 
 def _check_pair(
@@ -80,6 +109,52 @@ def _check_qkv(q: Any, k: Any, v: Any, sinks: Any) -> None:
         raise ValueError(f"sinks has shape {sinks.shape}, expected ({q.shape[2]},)")
 
 
+def _check_mask(
+    q: Any,
+    k: Any,
+    *,
+    causal: bool,
+    window: int | None,
+    q_positions: Any,
+    is_prefix: Any,
+) -> None:
+    time, length = q.shape[1], k.shape[1]
+    if q_positions is None and (causal or window is not None) and time != length:
+        raise ValueError(
+            f"q has {time} and k {length} places; expected q_positions and "
+            "kv_positions, or equal lengths, for a causal or windowed mask"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, expected at least 1")
+    if is_prefix is None:
+        return
+    if not causal:
+        raise ValueError("is_prefix is given without causal, which hides no key")
+    expected = (k.shape[0], length)
+    if is_prefix.shape != expected or is_prefix.dtype != jnp.bool_:
+        raise ValueError(
+            f"is_prefix is {is_prefix.dtype}{list(is_prefix.shape)}, expected "
+            f"bool{list(expected)}"
+        )
+
+
+def _check_bounds(
+    bounds: TileBounds, q: Any, k: Any, causal: bool, window: int | None
+) -> None:
+    """Refuses bounds of another mask, as far as shapes and options tell."""
+    built = (
+        (bounds.key_start.shape[0], bounds.time, bounds.length),
+        bounds.causal,
+        bounds.window,
+    )
+    called = ((q.shape[0], q.shape[1], k.shape[1]), causal, window)
+    for name, a, b in zip(
+        ("[B, T, S]", "causal", "window"), built, called, strict=True
+    ):
+        if a != b:
+            raise ValueError(f"bounds were built for {name} = {a}, this call has {b}")
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -91,17 +166,19 @@ def attention(
     kv_positions: jax.Array | None = None,
     causal: bool = True,
     window: int | None = None,
+    is_prefix: jax.Array | None = None,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
     scale: float | None = None,
+    bounds: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Softmax attention with grouped kv heads over packed or cached rows.
 
     A query sees a key if all of this holds: both have the same segment id and it is
-    not 0 (if ids are given); the key is not later (if `causal`); query - key < window
-    (if given); the key's position is not negative (if positions are given). Places
-    are compared by positions if given, else by index.
+    not 0 (if ids are given); the key is not later or is in a prefix (if `causal`);
+    query - key < window (if given); the key's position is not negative (if positions
+    are given). Places are compared by positions if given, else by index.
 
     Args:
       q: [B, T, H, K].
@@ -112,19 +189,71 @@ def attention(
         empty slot of a cache.
       causal: whether later keys are hidden.
       window: how many places back a query sees, itself included.
+      is_prefix: bool[B, S], keys that queries before them see too (prefix language
+        models); "mosaic" has them at the start of their document only.
       sinks: f32[H], a logit per head that takes weight and gives no value (gpt-oss).
       logit_cap: c in c tanh(logit / c).
       scale: factor on the logits, K ** -0.5 if `None`.
-      implementation: "xla", "reference" or `None`.
+      bounds: the `TileBounds` that `tile_bounds` made of the mask, so that layers
+        share it. "mosaic" takes the mask from there and from nowhere else, and makes
+        it if `None`; the others take the mask from the arguments above.
+      implementation: "mosaic", "xla", "reference" or `None`.
 
     Returns:
       [B, T, H, V] of q's dtype, exactly 0 for a query that sees nothing. The softmax
-      is f32.
+      is f32. A row of segment ids that "mosaic" cannot run (see `tile_bounds`) is NaN
+      there.
 
     Raises:
       ValueError: a shape, dtype or option is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Source: FlashAttention-2 and -3 (arXiv 2307.08691 and 2407.08608) for "mosaic".
     """
-    choice = choose(q, k, v, implementation=implementation)
+    return attention_with_lse(
+        *(q, k, v),
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        causal=causal,
+        window=window,
+        is_prefix=is_prefix,
+        sinks=sinks,
+        logit_cap=logit_cap,
+        scale=scale,
+        bounds=bounds,
+        implementation=implementation,
+    )[0]
+
+
+def attention_with_lse(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    is_prefix: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    logit_cap: float | None = None,
+    scale: float | None = None,
+    bounds: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attention`, and the logarithm of what its softmax divides by.
+
+    Arguments and errors are those of `attention`.
+
+    Returns:
+      [B, T, H, V] as from `attention`; f32[B, T, H], the natural logarithm of each
+      query's sum of exp(logit), its sink included, -inf for an empty sum. Both can be
+      differentiated.
+    """
     _check_qkv(q, k, v, sinks)
     batch, time = q.shape[:2]
     length = k.shape[1]
@@ -133,26 +262,41 @@ def attention(
         "q_segment_ids", q_segment_ids, "kv_segment_ids", kv_segment_ids, *sizes
     )
     _check_pair("q_positions", q_positions, "kv_positions", kv_positions, *sizes)
-    if q_positions is None and (causal or window is not None) and time != length:
-        raise ValueError(
-            f"q has {time} and k {length} places; expected q_positions and "
-            "kv_positions, or equal lengths, for a causal or windowed mask"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}, expected at least 1")
+    mask: dict[str, Any] = {"causal": causal, "window": window, "is_prefix": is_prefix}
+    _check_mask(q, k, q_positions=q_positions, **mask)
+    if bounds is not None:
+        _check_bounds(bounds, q, k, causal, window)
     if logit_cap is not None and logit_cap <= 0:
         raise ValueError(f"logit_cap is {logit_cap}, expected more than 0")
-    options = {
+    choice = choose(
+        q, k, v, q_positions=q_positions, scale=scale, implementation=implementation
+    )
+    ids: dict[str, Any] = {
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
-        "q_positions": q_positions,
-        "kv_positions": kv_positions,
-        "causal": causal,
-        "window": window,
+    }
+    options: dict[str, Any] = {
         "sinks": sinks,
         "logit_cap": logit_cap,
         "scale": q.shape[3] ** -0.5 if scale is None else scale,
     }
+    if choice.implementation == "mosaic":
+        # Mosaic GPU takes a second to import, which CPU users need not pay.
+        from pallas_kernels.attention import mosaic
+
+        if bounds is None:
+            bounds = tile_bounds(
+                batch=batch,
+                time=time,
+                length=length,
+                block_q=choice.config.block_q,
+                block_kv=choice.config.block_kv,
+                **ids,
+                **mask,
+            )
+        return mosaic.attention(q, k, v, **options, bounds=bounds, config=choice.config)
+    options |= mask | ids
+    options |= {"q_positions": q_positions, "kv_positions": kv_positions}
     if choice.implementation == "reference":
         return reference.attention(q, k, v, **options)
     return xla.attention(q, k, v, **options, config=heuristic(time=time))

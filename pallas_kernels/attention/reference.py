@@ -20,8 +20,9 @@ def attention(
     sinks: jax.Array | None,
     logit_cap: float | None,
     scale: float,
-) -> jax.Array:
-    """Arguments and results as in `api.attention`."""
+    is_prefix: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments and results as in `api.attention_with_lse`."""
     batch, time, heads, _ = q.shape
     length, kv_heads = k.shape[1:3]
     # [B, S, H, K]: query head h reads kv head h // (H / G).
@@ -42,7 +43,10 @@ def attention(
         query, key = q_positions[:, :, None], kv_positions[:, None, :]
         allowed &= key >= 0
     if causal:
-        allowed &= key <= query
+        earlier = key <= query
+        if is_prefix is not None:
+            earlier = earlier | is_prefix[:, None, :]
+        allowed &= earlier
     if window is not None:
         allowed &= query - key < window
     allowed = allowed[:, None]  # [B, 1, T, S]
@@ -56,5 +60,9 @@ def attention(
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
-    return jnp.einsum("bhts,bshv->bthv", weights, v).astype(q.dtype)
+    nothing = total == 0.0
+    total = jnp.where(nothing, 1.0, total)
+    lse = jnp.where(nothing, -jnp.inf, highest + jnp.log(total))[..., 0]
+    weights = weights / total
+    o = jnp.einsum("bhts,bshv->bthv", weights, v).astype(q.dtype)
+    return o, jnp.swapaxes(lse, 1, 2)

@@ -19,6 +19,7 @@ def _allowed(
     causal: bool,
     window: int | None,
     by_position: bool,
+    is_prefix: jax.Array | None,
 ) -> jax.Array | None:
     """Mask [B or 1, block, keys]; `None` where everything is allowed.
 
@@ -27,6 +28,7 @@ def _allowed(
       q_ids, kv_ids: segment ids of the same places.
       causal, window: as in `api.attention`.
       by_position: whether a negative key marks an empty slot.
+      is_prefix: bool[B, keys], keys that `causal` does not hide.
     """
     terms = []
     if q_ids is not None and kv_ids is not None:
@@ -35,7 +37,10 @@ def _allowed(
     if by_position:
         terms.append((key >= 0)[:, None, :])
     if causal:
-        terms.append(key[:, None, :] <= query[:, :, None])
+        earlier = key[:, None, :] <= query[:, :, None]
+        if is_prefix is not None:
+            earlier = earlier | is_prefix[:, None, :]
+        terms.append(earlier)
     if window is not None:
         terms.append(query[:, :, None] - key[:, None, :] < window)
     if not terms:
@@ -73,7 +78,7 @@ def _softmax_block(
     allowed: jax.Array | None,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_block`, and f32[B, G, R, block], the logarithm of each row's normaliser."""
+    """Arguments and results of `_block`."""
     scores, _ = _scores(scale, logit_cap, q, k, allowed)
     highest = jnp.max(scores, axis=-1)
     if sinks is not None:
@@ -84,10 +89,11 @@ def _softmax_block(
     total = jnp.sum(weights, axis=-1)
     if sinks is not None:
         total = total + jnp.exp(sinks[None, :, :, None] - highest)
+    log_total = highest + jnp.log(total)  # -inf for a row that may see nothing
     total = jnp.where(total == 0.0, 1.0, total)
     o = _product("bgrts,bsgv->btgrv", weights.astype(v.dtype), v)
     o = o / jnp.transpose(total, (0, 3, 1, 2))[..., None]
-    return o.astype(q.dtype), highest + jnp.log(total)
+    return o.astype(q.dtype), log_total
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -99,7 +105,7 @@ def _block(
     v: jax.Array,
     allowed: jax.Array | None,
     sinks: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """One block of queries; the backward computes its scores again.
 
     Args:
@@ -110,23 +116,27 @@ def _block(
       sinks: f32[G, R].
 
     Returns:
-      [B, block, G, R, V] of q's dtype.
+      [B, block, G, R, V] of q's dtype; the logarithm of each row's normaliser,
+      f32[B, G, R, block], -inf for a row that may see nothing.
     """
-    return _softmax_block(scale, logit_cap, q, k, v, allowed, sinks)[0]
+    return _softmax_block(scale, logit_cap, q, k, v, allowed, sinks)
 
 
 def _block_forward(scale, logit_cap, q, k, v, allowed, sinks):
     o, log_total = _softmax_block(scale, logit_cap, q, k, v, allowed, sinks)
-    return o, (q, k, v, allowed, sinks, o, log_total)
+    return (o, log_total), (q, k, v, allowed, sinks, o, log_total)
 
 
-def _block_backward(scale, logit_cap, residuals, do):
+def _block_backward(scale, logit_cap, residuals, cotangents):
     q, k, v, allowed, sinks, o, log_total = residuals
+    do, d_log_total = cotangents
+    log_total = jnp.where(jnp.isfinite(log_total), log_total, 0.0)
     masked, scores = _scores(scale, logit_cap, q, k, allowed)
     weights = jnp.exp(masked - log_total[..., None])
     # Each row of the softmax has d_scores = p (dp - sum of p dp), and that sum is
-    # do . o, over V instead of over the keys.
+    # do . o, over V instead of over the keys. The logarithm has p as its gradient.
     row = jnp.einsum("btgrv,btgrv->bgrt", do.astype(jnp.float32), o.astype(jnp.float32))
+    row = row - d_log_total
     d_weights = _product("btgrv,bsgv->bgrts", do, v)
     d_scores = weights * (d_weights - row[..., None])
     if logit_cap is not None:
@@ -159,9 +169,10 @@ def attention(
     sinks: jax.Array | None,
     logit_cap: float | None,
     scale: float,
+    is_prefix: jax.Array | None,
     config: Config,
-) -> jax.Array:
-    """Arguments and results as in `api.attention`."""
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments and results as in `api.attention_with_lse`."""
     batch, time, heads, key_dim = q.shape
     length, kv_heads, value_dim = v.shape[1:]
     by_position = q_positions is not None
@@ -178,7 +189,8 @@ def attention(
         if not by_position:
             # The index form knows while tracing which keys no query here can see.
             low = 0 if window is None else max(0, start - window + 1)
-            keys = slice(low, queries.stop if causal else length)
+            hides_later = causal and is_prefix is None
+            keys = slice(low, queries.stop if hides_later else length)
         allowed = _allowed(
             q_positions[:, queries],
             kv_positions[:, keys],
@@ -187,6 +199,7 @@ def attention(
             causal=causal,
             window=window,
             by_position=by_position,
+            is_prefix=None if is_prefix is None else is_prefix[:, keys],
         )
         blocks.append(
             _block(
@@ -199,5 +212,11 @@ def attention(
                 sinks,
             )
         )
-    o = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
-    return o.reshape(batch, time, heads, value_dim)
+
+    def whole(parts):
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    o, lse = zip(*blocks, strict=True)
+    lse = whole([jnp.transpose(x, (0, 3, 1, 2)) for x in lse])  # [B, T, G, R]
+    o = whole(o).reshape(batch, time, heads, value_dim)
+    return o, lse.reshape(batch, time, heads)

@@ -199,6 +199,7 @@ def test_causal_blocks_skip_later_keys():
                     "kv_positions",
                     "sinks",
                     "logit_cap",
+                    "is_prefix",
                 )
             ),
             scale=1.0,

@@ -1,0 +1,133 @@
+"""Attention through Mosaic GPU kernels, with its gradient.
+
+Saved between forward and backward are the inputs, o and the logarithm of the sums; a
+`jax.checkpoint` policy finds the latter two as "attention_o" and "attention_lse".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.attention.config_mosaic import (
+    Config,
+    padded_length,
+    with_blocks,
+)
+from pallas_kernels.attention.kernel_bwd import attention_dkv, attention_dq
+from pallas_kernels.attention.kernel_fwd import LOG2_E, NOTHING, Plan, attention_fwd
+from pallas_kernels.attention.tiles import TileBounds
+
+
+def _pad(x: jax.Array, length: int) -> jax.Array:
+    """Zeros at the end of axis 1."""
+    missing = length - x.shape[1]
+    if not missing:
+        return x
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
+
+
+def _natural(lse: jax.Array) -> jax.Array:
+    """Base 2 and `NOTHING`, [B, H, T], to base e and -inf, [B, T, H]."""
+    lse = jnp.where(lse == NOTHING, -jnp.inf, lse / LOG2_E)
+    return jnp.swapaxes(lse, 1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, q, k, v, sinks, bounds: TileBounds):
+    return _attention_forward(plan, q, k, v, sinks, bounds)[0]
+
+
+def _attention_forward(plan: Plan, q, k, v, sinks, bounds: TileBounds):
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "key_start": bounds.key_start,
+        "key_stop": bounds.key_stop,
+        "tiles": bounds.q_tiles,
+        "order": bounds.q_order,
+    }
+    if sinks is not None:
+        inputs["sinks"] = sinks
+    o, lse = attention_fwd(plan, inputs)
+    o = checkpoint_name(o, "attention_o")
+    lse = checkpoint_name(lse, "attention_lse")
+    return (o, _natural(lse)), (q, k, v, sinks, bounds, o, lse)
+
+
+def _attention_backward(plan: Plan, saved: Any, cotangents: Any):
+    q, k, v, sinks, bounds, o, lse = saved
+    do, d_lse = cotangents
+    delta = jnp.einsum("bthv,bthv->bht", do.astype(jnp.float32), o.astype(jnp.float32))
+    # The logarithm of the sums has the softmax as its gradient: dS = P (dP - delta).
+    delta = delta - jnp.swapaxes(d_lse, 1, 2)
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "do": do,
+        "stats": jnp.stack([lse, delta], axis=2),
+        "intervals": jnp.stack([bounds.key_start, bounds.key_stop], axis=1),
+    }
+    by_query = {"tiles": bounds.q_tiles, "order": bounds.q_order}
+    by_key = {"tiles": bounds.kv_tiles, "order": bounds.kv_order}
+    dq = attention_dq(plan, inputs | by_query)
+    dk, dv = attention_dkv(plan, inputs | by_key)
+    d_sinks = None
+    if sinks is not None:
+        weight = jnp.exp2(sinks[None, :, None] * LOG2_E - lse)
+        d_sinks = -jnp.sum(weight * delta, axis=(0, 2))
+    return dq, dk, dv, d_sinks, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    sinks: jax.Array | None,
+    logit_cap: float | None,
+    scale: float,
+    bounds: TileBounds,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Kernel form; arguments as in `api.attention`, the mask being in `bounds`.
+
+    Returns:
+      o [B, T, H, V] and the logarithm of the sums, f32[B, T, H].
+    """
+    batch, time, heads, dim = q.shape
+    length, kv_heads = k.shape[1:3]
+    config = with_blocks(
+        config, head_dim=dim, block_q=bounds.block_q, block_kv=bounds.block_kv
+    )
+    plan = Plan(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        q_blocks=bounds.q_tiles.shape[1],
+        kv_blocks=bounds.kv_tiles.shape[1],
+        dtype=jnp.dtype(q.dtype),
+        scale=scale,
+        logit_cap=logit_cap,
+        config=config,
+    )
+    padded = padded_length(config, length)
+    o, lse = _attention(
+        plan,
+        _pad(q, plan.q_blocks * config.block_q),
+        _pad(k, padded),
+        _pad(v, padded),
+        None if sinks is None else sinks.astype(jnp.float32),
+        bounds,
+    )
+    return o[:, :time], lse[:, :time]

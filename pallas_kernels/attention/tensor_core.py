@@ -1,0 +1,170 @@
+"""Products, layouts and copies that the Mosaic GPU kernels of this op share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import interpret
+
+
+MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a result of wgmma
+PER_ROW = MATRIX.reduce(1)  # a vector with one value per row of such a matrix
+PER_COLUMN = MATRIX.reduce(0)
+
+# Shared memory that both TMA and wgmma read: 8 x 64 tiles of 16-bit values.
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_BARRIER_BYTES = 1024
+
+
+def operand(*shape: int, dtype: Any) -> Any:
+    """Shared memory for 16-bit matrices that products read."""
+    return plgpu.SMEM(shape, dtype, transforms=OPERAND)
+
+
+def params() -> plgpu.CompilerParams:
+    """Compiler options of all kernels."""
+    # The default semantics takes minutes to infer layouts for bodies of this size.
+    return plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+    )
+
+
+def shared_bytes(scratch: Any) -> int:
+    """Bytes of shared memory that scratch types take, with room for barriers."""
+    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "memory_space"))
+    arrays = (x for x in leaves if getattr(x, "memory_space", None) == plgpu.SMEM)
+    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+    return total + _BARRIER_BYTES
+
+
+@dataclasses.dataclass
+class _Queue:
+    """What the interpreter has instead of products in flight.
+
+    A product reads its operands when it is waited for, as late as the card may read
+    them: memory that was given back too early is a race then.
+    """
+
+    waiting: list[tuple[_Sum, Any, Any]] = dataclasses.field(default_factory=list)
+
+    def wait(self, pending: int) -> None:
+        while len(self.waiting) > pending:
+            total, a, b = self.waiting.pop(0)
+            term = jnp.dot(_value(a), _value(b), precision=lax.Precision.HIGHEST)
+            total.value = total.value + term
+
+
+@dataclasses.dataclass
+class _Sum:
+    queue: _Queue
+    value: jax.Array
+
+
+def _value(x: Any) -> jax.Array:
+    return (x if isinstance(x, jax.Array) else x[...]).astype(jnp.float32)
+
+
+def accumulate(body: Callable[..., Any], *sums: jax.Array | tuple[int, int]) -> Any:
+    """Calls `body` with an accumulator for each sum, on which `mma` and `read` work.
+
+    Args:
+      body: called with the accumulators; reads all of them with nothing pending.
+      *sums: f32[64, N] to begin with, or a shape for zeros.
+
+    Returns:
+      What `body` does.
+    """
+    # The interpreter knows neither operands in registers nor initial values.
+    if interpret.is_interpreting():
+        queue = _Queue()
+        starts = (
+            x if isinstance(x, jax.Array) else jnp.zeros(x, jnp.float32) for x in sums
+        )
+        result = body(*(_Sum(queue, x) for x in starts))
+        assert not queue.waiting, "products were not waited for"
+        return result
+
+    def scoped(*refs):
+        for ref, start in zip(refs, sums, strict=True):
+            if isinstance(start, jax.Array):
+                ref[...] = start
+        return body(*refs)
+
+    shapes: Any = (x.shape if isinstance(x, jax.Array) else x for x in sums)
+    return pl.run_scoped(scoped, *(plgpu.ACC(x, jnp.float32) for x in shapes))
+
+
+def mma(total: Any, a: Any, b: Any) -> None:
+    """Begins total += a @ b.
+
+    Args:
+      total: an accumulator of `accumulate`.
+      a: [64, N1] of 16-bit values, in registers or shared memory.
+      b: [N1, N2] in shared memory.
+    """
+    if isinstance(total, _Sum):
+        total.queue.waiting.append((total, a, b))
+    else:
+        plgpu.wgmma(total, a, b)
+
+
+def read(total: Any, pending: int = 0) -> jax.Array:
+    """The value of an accumulator once at most `pending` later products run."""
+    if isinstance(total, _Sum):
+        total.queue.wait(pending)
+        return total.value
+    value = plgpu.wgmma_accumulator_load(total, wait_n=pending)
+    # Nothing that uses the value may be computed before the wait.
+    return lax.optimization_barrier(value)
+
+
+def per_row(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Repeats a `PER_ROW` vector over the columns of a matrix."""
+    return lax.broadcast_in_dim(vector, shape, (0,))
+
+
+def per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Repeats a `PER_COLUMN` vector over the rows of a matrix."""
+    return lax.broadcast_in_dim(vector, shape, (1,))
+
+
+def full(shape: tuple[int, ...], value: Any, layout: Any) -> jax.Array:
+    """One value everywhere, f32."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def load(ref: Any, layout: Any = MATRIX) -> jax.Array:
+    """Reads shared memory into registers."""
+    return plgpu.load(ref, layout=layout)
+
+
+def load_global(ref: Any, layout: Any) -> jax.Array:
+    """Reads device memory into registers, for what is read too rarely for TMA."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def index(shape: tuple[int, int], axis: int) -> jax.Array:
+    """The index along `axis` of each element of a matrix, i32."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX)
+
+
+def split_index(index: jax.Array, inner: int) -> tuple[jax.Array, jax.Array]:
+    """The outer and the inner index of a grid index, which has one axis of any size."""
+    return lax.div(index, jnp.int32(inner)), lax.rem(index, jnp.int32(inner))
+
+
+def give_back(barrier: Any) -> None:
+    """Tells the copying warpgroup that this one is done with a place."""
+    if interpret.is_interpreting():
+        # It reads operands with ordinary loads, which copies don't wait for.
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)

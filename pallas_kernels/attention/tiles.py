@@ -1,0 +1,269 @@
+"""Which tiles of a score matrix a kernel visits, and which of them need no mask.
+
+Every mask that the kernels have lets a query see one interval of keys: documents are
+runs of a row, and causal, window and prefix masks cut such a run at its ends. Two
+integers per query are therefore the whole mask, and four per tile say where a kernel
+begins and ends and which part between needs no comparison. All of it is small; it is
+built once per batch and handed to every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+# The length of a tile in the inner direction of both tables; kernels visit multiples.
+TILE = 64
+# Both ends of all intervals of a row whose documents are no runs: o is NaN there.
+INVALID = -1
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        *("key_start", "key_stop"),
+        *("q_tiles", "kv_tiles", "q_order", "kv_order"),
+    ),
+    meta_fields=("time", "length", "block_q", "block_kv", "causal", "window"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileBounds:
+    """What `tile_bounds` makes of a mask.
+
+    A table has four columns per block of its outer direction: the first and the
+    one-past-last inner tile of 64 that any pair of the block allows, and the first
+    and one-past-last of the inner tiles, inside those, with all pairs allowed. An
+    empty range begins and ends at the same tile.
+
+    Attributes:
+      key_start, key_stop: i32[B, T'], T padded to a multiple of `block_q`: query t
+        sees the keys in [key_start, key_stop). 0 and 0 for a query that sees nothing,
+        -1 and -1 in rows that are not valid.
+      q_tiles: i32[B, T' / block_q, 4], tiles of keys.
+      kv_tiles: i32[B, S' / block_kv, 4], tiles of queries; S padded likewise.
+      q_order: i32[B T' / block_q], row * blocks + block of each block of queries, the
+        one with most tiles first.
+      kv_order: i32[B S' / block_kv], the same for blocks of keys.
+      time, length: T and S.
+      block_q, block_kv: outer blocks, multiples of 64.
+      causal, window: the mask's options, compared with those of the call.
+    """
+
+    key_start: jax.Array
+    key_stop: jax.Array
+    q_tiles: jax.Array
+    kv_tiles: jax.Array
+    q_order: jax.Array
+    kv_order: jax.Array
+    time: int
+    length: int
+    block_q: int
+    block_kv: int
+    causal: bool
+    window: int | None
+
+
+def _runs(
+    q_ids: jax.Array, kv_ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The run of keys with each query's id, and whether the row has such runs.
+
+    Args:
+      q_ids: i32[B, T], 0 for padding.
+      kv_ids: i32[B, S].
+
+    Returns:
+      start and stop, i32[B, T]; bool[B], false where ids descend or a document is
+      interrupted by padding.
+    """
+    before = jax.lax.cummax(kv_ids, axis=1)
+    # Padding sorts behind the document that it follows.
+    keys = 2 * before + (kv_ids == 0).astype(jnp.int32)
+    valid = jnp.all((kv_ids == 0) | (kv_ids == before), axis=1)
+    valid &= jnp.all(keys[:, 1:] >= keys[:, :-1], axis=1)
+
+    def search(side):
+        find = functools.partial(jnp.searchsorted, side=side, method="scan_unrolled")
+        return jax.vmap(find)(keys, 2 * q_ids).astype(jnp.int32)
+
+    start, stop = search("left"), search("right")
+    return start, jnp.where(q_ids == 0, start, stop), valid
+
+
+def _prefix_stops(is_prefix: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """One past the last prefix token of each query's document, i32[B, T]."""
+    counts = jnp.cumsum(is_prefix.astype(jnp.int32), axis=1)
+    counts = jnp.pad(counts, ((0, 0), (1, 0)))  # [B, S + 1]
+    inside = jnp.take_along_axis(counts, stop, axis=1)
+    return start + inside - jnp.take_along_axis(counts, start, axis=1)
+
+
+def key_intervals(
+    *,
+    batch: int,
+    time: int,
+    length: int,
+    q_segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    causal: bool,
+    window: int | None,
+    is_prefix: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The keys that each query sees; arguments as for `tile_bounds`.
+
+    Returns:
+      start and stop, i32[B, T]; equal for a query that sees nothing.
+    """
+    index = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], (batch, time))
+    start, stop = jnp.zeros_like(index), jnp.full_like(index, length)
+    valid = None
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        start, stop, valid = _runs(
+            q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
+        )
+    if causal:
+        last = index + 1
+        if is_prefix is not None:
+            last = jnp.maximum(last, _prefix_stops(is_prefix, start, stop))
+        stop = jnp.minimum(stop, last)
+    if window is not None:
+        start = jnp.maximum(start, index - (window - 1))
+    empty = stop <= start
+    start, stop = jnp.where(empty, 0, start), jnp.where(empty, 0, stop)
+    if valid is not None:
+        start, stop = (jnp.where(valid[:, None], x, INVALID) for x in (start, stop))
+    return start, stop
+
+
+def _blocks(x: jax.Array, size: int) -> jax.Array:
+    return x.reshape(x.shape[0], -1, size)
+
+
+def _ranges(
+    some: tuple[jax.Array, jax.Array], full: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """The table of two ranges per block, each (first, stop), empty ones repaired."""
+    first, stop = some
+    stop = jnp.maximum(first, stop)
+    inner_first = jnp.clip(full[0], first, stop)
+    inner_stop = jnp.clip(full[1], inner_first, stop)
+    empty = inner_first == inner_stop
+    inner_first = jnp.where(empty, first, inner_first)
+    inner_stop = jnp.where(empty, first, inner_stop)
+    return jnp.stack([first, stop, inner_first, inner_stop], axis=-1)
+
+
+def _q_tiles(start: jax.Array, stop: jax.Array, block: int) -> jax.Array:
+    """Table of blocks of queries from intervals of keys, [B, T'] each."""
+    start, stop = _blocks(start, block), _blocks(stop, block)
+    seeing = stop > start
+    big = jnp.iinfo(jnp.int32).max - TILE
+    first = jnp.min(jnp.where(seeing, start, big), axis=-1) // TILE
+    last = -(-jnp.max(jnp.where(seeing, stop, 0), axis=-1) // TILE)
+    nothing = ~jnp.any(seeing, axis=-1)
+    first, last = jnp.where(nothing, 0, first), jnp.where(nothing, 0, last)
+    # A query that sees nothing has start = stop = 0, which leaves no full tile.
+    full = -(-jnp.max(start, axis=-1) // TILE), jnp.min(stop, axis=-1) // TILE
+    return _ranges((first, last), full)
+
+
+def _kv_tiles(start: jax.Array, stop: jax.Array, padded: int, block: int) -> jax.Array:
+    """Table of blocks of keys: all pairs of a tile of queries and a block of keys."""
+    some = _q_tiles(start, stop, TILE)  # [B, T' / TILE, 4]
+    begin = jnp.arange(0, padded, block, dtype=jnp.int32)[None, :, None]
+    begin_tile, end_tile = begin // TILE, (begin + block) // TILE
+    first, last, full_first, full_last = (some[:, None, :, i] for i in range(4))
+    # [B, S' / block, T' / TILE]
+    touched = (first < end_tile) & (last > begin_tile)
+    full = (full_first <= begin_tile) & (full_last >= end_tile)
+    index = jnp.arange(some.shape[1], dtype=jnp.int32)[None, None]
+    big = jnp.int32(some.shape[1])
+
+    def range_of(mask):
+        low = jnp.min(jnp.where(mask, index, big), axis=-1)
+        high = jnp.max(jnp.where(mask, index + 1, 0), axis=-1)
+        none = high == 0
+        return jnp.where(none, 0, low), jnp.where(none, 0, high)
+
+    low, high = range_of(full)
+    # Only a range without gaps can go without masks.
+    whole = jnp.sum(full, axis=-1, dtype=jnp.int32) == high - low
+    return _ranges(range_of(touched), (low, jnp.where(whole, high, low)))
+
+
+def _most_first(table: jax.Array) -> jax.Array:
+    work = (table[..., 1] - table[..., 0]).reshape(-1)
+    return jnp.argsort(-work, stable=True).astype(jnp.int32)
+
+
+def tile_bounds(
+    *,
+    batch: int,
+    time: int,
+    length: int | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    is_prefix: jax.Array | None = None,
+    block_q: int = 128,
+    block_kv: int = 128,
+) -> TileBounds:
+    """Which tiles `attention` visits, for one mask and all layers that share it.
+
+    Args:
+      batch, time, length: B, T and S; S = T if `None`.
+      q_segment_ids, kv_segment_ids: i32[B, T] and i32[B, S] as for `attention`, both
+        or none. A row of `kv_segment_ids` has one run per document and ids that never
+        descend, 0 aside; another row gives NaN.
+      causal, window: as for `attention`, by index.
+      is_prefix: bool[B, S] as for `attention`; the prefix of a document is at its
+        start.
+      block_q, block_kv: what `attention.tiling` says for the head dim.
+
+    Returns:
+      The bounds, of fixed shapes.
+
+    Raises:
+      ValueError: a block is no positive multiple of 64, or a causal or windowed mask
+        has T != S.
+    """
+    length = time if length is None else length
+    for name, block in (("block_q", block_q), ("block_kv", block_kv)):
+        if block < TILE or block % TILE:
+            raise ValueError(f"{name} is {block}, allowed are multiples of {TILE}")
+    if (causal or window is not None) and time != length:
+        raise ValueError(
+            f"T is {time} and S is {length}, expected one for a causal or windowed mask"
+        )
+    start, stop = key_intervals(
+        batch=batch,
+        time=time,
+        length=length,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        causal=causal,
+        window=window,
+        is_prefix=is_prefix,
+    )
+    start, stop = (jnp.pad(x, ((0, 0), (0, -time % block_q))) for x in (start, stop))
+    q_tiles = _q_tiles(start, stop, block_q)
+    kv_tiles = _kv_tiles(start, stop, length + -length % block_kv, block_kv)
+    return TileBounds(
+        key_start=start,
+        key_stop=stop,
+        q_tiles=q_tiles,
+        kv_tiles=kv_tiles,
+        q_order=_most_first(q_tiles),
+        kv_order=_most_first(kv_tiles),
+        time=time,
+        length=length,
+        block_q=block_q,
+        block_kv=block_kv,
+        causal=causal,
+        window=window,
+    )
