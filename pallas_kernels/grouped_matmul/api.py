@@ -7,29 +7,69 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import config_mosaic, reference, xla
 from pallas_kernels.grouped_matmul.config import heuristic
 
 
-_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
 
 
 def choose(
-    *args: Any, implementation: Implementation | None = None, **options: Any
+    x: Any,
+    w: Any,
+    group_sizes: Any,
+    *,
+    preferred_element_type: Any = None,
+    implementation: Implementation | None = None,
 ) -> Choice:
-    """Says what a call of `grouped_matmul` would run.
+    """Says what a call of `grouped_matmul` would run; arguments as there.
 
-    Args:
-      *args: arrays or `jax.ShapeDtypeStruct`, as for `grouped_matmul`.
-      implementation: the one asked for.
-      **options: the other keywords of `grouped_matmul`.
-
-    Returns:
-      The choice.
+    Arrays may be `jax.ShapeDtypeStruct`.
     """
-    del args, options  # Both implementations run everything that passes the checks.
-    return select("grouped_matmul", implementation, {}, available=_AVAILABLE)
+    dtype = _check(x, w, group_sizes, preferred_element_type)
+    sizes = {
+        "rows": x.shape[0],
+        "experts": w.shape[0],
+        "in_dim": w.shape[1],
+        "out_dim": w.shape[2],
+    }
+    refused, config = {}, None
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        refused["mosaic"] = (
+            f"the kernels need a Hopper GPU, this is {jax.default_backend()}"
+        )
+    elif reason := config_mosaic.refusal(**sizes, dtype=x.dtype, out_dtype=dtype):
+        refused["mosaic"] = reason
+    else:
+        config = config_mosaic.heuristic(**sizes)
+    return select(
+        "grouped_matmul",
+        implementation,
+        refused,
+        only_named=_ONLY_NAMED,
+        config=config,
+    )
+
+
+def _check(x: Any, w: Any, group_sizes: Any, preferred_element_type: Any) -> Any:
+    """The result's dtype, if the arguments are allowed."""
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"x and w have shapes {x.shape} and {w.shape}, expected [M, K] and "
+            "[E, K, N]"
+        )
+    if x.dtype != w.dtype:
+        raise ValueError(f"w has dtype {w.dtype}, expected x's, {x.dtype}")
+    if group_sizes.shape != w.shape[:1] or group_sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}, expected "
+            f"int32[{w.shape[0]}]"
+        )
+    if preferred_element_type is None:
+        preferred_element_type = x.dtype
+    return jnp.dtype(preferred_element_type)
 
 
 def grouped_matmul(
@@ -47,7 +87,10 @@ def grouped_matmul(
       w: [E, Kd, N], dtype of x.
       group_sizes: i32[E], rows of each expert, in order; their sum is at most M.
       preferred_element_type: dtype of the result, x's if `None`; sums are f32.
-      implementation: "xla", "reference" or `None`.
+      implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has x and w in
+        bf16 or f16, K and N multiples of 64, and results of x's dtype or f32; any M
+        (copied first if no multiple of 8) and groups of any size. `None` does not
+        pick it yet.
 
     Returns:
       [M, N]. Rows past the sum of `group_sizes` are exactly 0 and get no gradient;
@@ -56,23 +99,21 @@ def grouped_matmul(
 
     Raises:
       ValueError: a shape or dtype is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
     """
-    choice = choose(x, w, group_sizes, implementation=implementation)
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
-        raise ValueError(
-            f"x and w have shapes {x.shape} and {w.shape}, expected [M, K] and "
-            "[E, K, N]"
-        )
-    if x.dtype != w.dtype:
-        raise ValueError(f"w has dtype {w.dtype}, expected x's, {x.dtype}")
-    if group_sizes.shape != w.shape[:1] or group_sizes.dtype != jnp.int32:
-        raise ValueError(
-            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}, expected "
-            f"int32[{w.shape[0]}]"
-        )
-    if preferred_element_type is None:
-        preferred_element_type = x.dtype
-    dtype = jnp.dtype(preferred_element_type)
+    choice = choose(
+        x,
+        w,
+        group_sizes,
+        preferred_element_type=preferred_element_type,
+        implementation=implementation,
+    )
+    dtype = _check(x, w, group_sizes, preferred_element_type)
+    if choice.implementation == "mosaic":
+        # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
+        from pallas_kernels.grouped_matmul import mosaic
+
+        return mosaic.grouped_matmul(x, w, group_sizes, dtype, choice.config)
     if choice.implementation == "reference":
         return reference.grouped_matmul(x, w, group_sizes, dtype=dtype)
     config = heuristic(

@@ -58,11 +58,18 @@ def _ci(
         name=f"ci_{name}",
         tag="ci",
         rows=sum(sizes) + tail,
-        in_dim=24,
         out_dim=out_dim,
         experts=len(sizes),
         sizes=sizes,
-        **{"dtype": "float32", **options},
+        **{"dtype": "float32", "in_dim": 24, **options},
+    )
+
+
+def _kernel(
+    name: str, in_dim: int, out_dim: int, sizes: tuple[int, ...], *, tail: int
+) -> Spec:
+    return _ci(
+        f"kernel_{name}", out_dim, sizes, tail=tail, in_dim=in_dim, dtype="bfloat16"
     )
 
 
@@ -74,6 +81,10 @@ SPECS = (
     _ci("none_routed", 33, (0, 0, 0), tail=30),
     _ci("one_row_each", 160, (1,) * 8),
     _ci("bf16", 33, (30, 0, 45), tail=5, dtype="bfloat16"),
+    # What the kernels run: one row over and under a tile's, columns not divided by it.
+    _kernel("borders", 64, 320, (33, 31, 1, 63), tail=3),
+    _kernel("empty", 64, 192, (0, 45, 0, 10), tail=3),
+    _kernel("narrow", 192, 64, (5, 0, 60), tail=2),
     Spec(
         name="qwen3_next_up",
         tag="model",
@@ -82,7 +93,24 @@ SPECS = (
         out_dim=1024,
         experts=64,
     ),
-    # moe.md names: rows are T * top_k at T = 8192.
+    Spec(
+        name="borders",
+        tag="model",
+        rows=1030,
+        in_dim=2688,
+        out_dim=1856,
+        experts=4,
+        sizes=(257, 255, 1, 511),
+    ),
+    Spec(
+        name="few_rows",
+        tag="model",
+        rows=3001,
+        in_dim=512,
+        out_dim=2048,
+        experts=128,
+    ),
+    # Rows are T * top_k at T = 8192.
     Spec(
         name="qwen3_next_up",
         tag="perf",
@@ -113,6 +141,14 @@ SPECS = (
         rows=180224,
         in_dim=1024,
         out_dim=2688,
+        experts=512,
+    ),
+    Spec(
+        name="nemotron3_super_down",
+        tag="perf",
+        rows=180224,
+        in_dim=2688,
+        out_dim=1024,
         experts=512,
     ),
     Spec(

@@ -1,0 +1,522 @@
+"""Mosaic GPU kernel of the product of sorted rows with their experts' matrices.
+
+A persistent block walks over tiles of the result. One warpgroup feeds a ring of
+pieces of the summed axis with TMA, tile after tile without a pause; two multiply them
+with wgmma and write the result. The table of `tasks.row_tiles` says which tiles there
+are: expert by expert, and within an expert column after column, so that a matrix is
+read from device memory once and then from the cache.
+
+A tile starts at a multiple of 8 rows, as copies into shared memory must, and may begin
+and end with rows of other experts. Those are multiplied, but not written: a band of 64
+rows leaves by one copy if all are the expert's, otherwise by copies of 32, 16, 8, 4, 2
+and 1 rows, the binary digits of how many there are. Rows of no expert are tiles whose
+sum has no terms.
+
+With `transposed` the matrices are read as their transposes, through the descriptor of
+wgmma, which makes this the gradient of the rows as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.grouped_matmul import tasks
+from pallas_kernels.grouped_matmul.config_mosaic import (
+    ALIGN,
+    BAND,
+    COMPUTING,
+    LINE_BYTES,
+    REGISTERS,
+    SLOTS,
+    STEP,
+    Tile,
+)
+from pallas_kernels.grouped_matmul.tasks import Column
+
+
+# What both TMA and wgmma read: 8 x 64 pieces of 16-bit values.
+_OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def divide(a: jax.Array, b: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of two i32 that are not negative."""
+    b = jnp.int32(b)
+    return lax.div(a, b), lax.rem(a, b)
+
+
+class Turns(NamedTuple):
+    """The tiles of a block: `first`, `first + every`, ..., `count` of them."""
+
+    first: jax.Array
+    every: int
+    count: jax.Array
+
+    def at(self, i: jax.Array) -> jax.Array:
+        return self.first + i * self.every
+
+
+def turns(total: jax.Array | int, blocks: int) -> Turns:
+    """Shares `total` tiles out to the blocks of the grid, one each in turn."""
+    block = lax.axis_index("block")
+    count = divide(jnp.maximum(total - block + blocks - 1, 0), blocks)[0]
+    return Turns(block, blocks, count)
+
+
+class Ring:
+    """Pieces of the summed axis in shared memory, between one writer and its readers.
+
+    Both sides count the pieces that went through, and a count says which slot is
+    next.
+    """
+
+    def __init__(self, tile: Tile, a: Any, b: Any, full: Any, free: Any):
+        self.a, self.b = a, b
+        self._stages, self._rings = tile.ring_stages, tile.rings
+        self._full, self._free = full, free
+
+    @property
+    def rings(self) -> int:
+        return self._rings
+
+    def _slot(self, ring: jax.Array | int, count: jax.Array) -> jax.Array:
+        return ring * self._stages + lax.rem(count, jnp.int32(self._stages))
+
+    def write(
+        self, ring: jax.Array | int, count: jax.Array, a_source: Any, b_source: Any
+    ) -> None:
+        """Starts the copies of one piece once its slot was read."""
+        slot = self._slot(ring, count)
+
+        @pl.when(count >= self._stages)
+        def _():
+            plgpu.barrier_wait(self._free.at[slot])
+
+        plgpu.copy_gmem_to_smem(a_source, self.a.at[slot], self._full.at[slot])
+        plgpu.copy_gmem_to_smem(b_source, self.b.at[slot], self._full.at[slot])
+
+    def finish(self, counts: tuple[jax.Array, ...]) -> None:
+        """Waits for the readers: every arrival must be met before the block ends."""
+        for ring, count in enumerate(counts):
+            for stage in range(self._stages):
+                slot = ring * self._stages + stage
+                pl.when(stage < count)(
+                    functools.partial(plgpu.barrier_wait, self._free.at[slot])
+                )
+
+    def wait(self, ring: jax.Array | int, count: jax.Array) -> jax.Array:
+        """Waits for a piece and returns its slot."""
+        slot = self._slot(ring, count)
+        plgpu.barrier_wait(self._full.at[slot])
+        return slot
+
+    def release(self, ring: jax.Array | int, count: jax.Array) -> None:
+        """Gives the slot of a piece back to the writer."""
+        plgpu.barrier_arrive(self._free.at[self._slot(ring, count)])
+
+    def skip(self, ring: jax.Array | int, count: jax.Array, steps: Any) -> None:
+        """Lets the pieces of a tile pass unread."""
+
+        def step(k, carry):
+            self.wait(ring, count + k)
+            self.release(ring, count + k)
+            return carry
+
+        lax.fori_loop(0, steps, step, None)
+
+    def accumulate(
+        self,
+        ring: jax.Array | int,
+        count: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+    ) -> jax.Array:
+        """The sum over the pieces of a tile, f32 of `shape`.
+
+        Args:
+          multiply: called with the accumulator, the slot and the index of a piece;
+            starts one product.
+        """
+
+        def scoped(acc):
+            def step(k, carry):
+                multiply(acc, self.wait(ring, count + k), k)
+                # The product before this one is done, this one still runs.
+                plgpu.wgmma_wait(1)
+
+                @pl.when(k > 0)
+                def _():
+                    self.release(ring, count + k - 1)
+
+                return carry
+
+            lax.fori_loop(0, steps, step, None)
+            plgpu.wgmma_wait(0)
+
+            @pl.when(steps > 0)
+            def _():
+                self.release(ring, count + steps - 1)
+
+            return acc[...]
+
+        return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+
+
+def store_part(
+    staging: Any,
+    warpgroup: jax.Array,
+    out: Any,
+    value: jax.Array,
+    *,
+    row: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    column: jax.Array,
+) -> None:
+    """Writes a warpgroup's part of the result, and of its rows those of one expert.
+
+    Args:
+      staging: shared memory [COMPUTING, SLOTS, 64, line].
+      warpgroup: index of this one.
+      out: device memory [rows, columns].
+      value: f32 or out's dtype, the part.
+      row, column: of `out` at which the part begins.
+      low, high: the first row of `out` to write and the one behind the last.
+    """
+    line = staging.shape[-1]
+    value = value.astype(out.dtype)
+    first = jnp.clip(low - row, 0, value.shape[0])
+    last = jnp.clip(high - row, 0, value.shape[0])
+    first_band = divide(first, BAND)[0]
+    lines = divide(jnp.clip(out.shape[1] - column, 0, value.shape[1]), line)[0]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def store(slot, band, at):
+        begin = jnp.clip(first - band * BAND, 0, BAND)
+        count = jnp.clip(last - band * BAND, 0, BAND) - begin
+        source = staging.at[warpgroup, slot]
+        columns = pl.ds(column + at * line, line)
+        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+        source[...] = value[
+            band * BAND : (band + 1) * BAND, at * line : (at + 1) * line
+        ]
+        plgpu.commit_smem()
+
+        def copy(offset, height):
+            plgpu.copy_smem_to_gmem(
+                source.at[pl.ds(offset, height)],
+                out.at[pl.ds(row + band * BAND + offset, height), columns],
+                commit_group=False,
+            )
+
+        pl.when(count == BAND)(functools.partial(copy, 0, BAND))
+        height = BAND // 2
+        while height:
+            digit = count & height
+            pl.when(digit > 0)(functools.partial(copy, begin, height))
+            begin = begin + digit
+            height //= 2
+        plgpu.commit_smem_to_gmem_group()
+
+    for band in range(value.shape[0] // BAND):
+        for at in range(value.shape[1] // line):
+            # Counts what was stored, so that the slots really take turns.
+            slot = divide((band - first_band) * lines + at, SLOTS)[1]
+            mine = (first < (band + 1) * BAND) & (last > band * BAND)
+            pl.when(mine & (at < lines))(functools.partial(store, slot, band, at))
+
+
+def run_warpgroups(
+    copy: Callable[[], None], compute: Callable[[jax.Array], None]
+) -> None:
+    """Gives the warpgroups of a block their parts."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == COMPUTING)
+    def _():
+        plgpu.set_max_registers(REGISTERS[COMPUTING], action="decrease")
+        copy()
+
+    @pl.when(warpgroup < COMPUTING)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        compute(warpgroup)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def feed(
+    ring: Ring,
+    shares: Turns,
+    steps_of: Callable[[jax.Array], Any],
+    sources: Callable[[Any, jax.Array], tuple[Any, Any]],
+) -> None:
+    """The copying warpgroup: every piece of every tile, in order.
+
+    Args:
+      steps_of: index of a tile -> (what `sources` needs, its number of pieces).
+      sources: (that, index of a piece) -> both operands in device memory.
+    """
+
+    def one(i, counts):
+        which = lax.rem(i, jnp.int32(ring.rings))
+        task, steps = steps_of(shares.at(i))
+        if ring.rings == 1:
+            (count,) = counts
+        else:
+            count = jnp.where(which == 0, *counts)
+
+        def step(k, carry):
+            ring.write(which, count + k, *sources(task, k))
+            return carry
+
+        lax.fori_loop(0, steps, step, None)
+        return tuple(
+            jnp.where(which == r, count + steps, c) for r, c in enumerate(counts)
+        )
+
+    zeros = (jnp.int32(0),) * ring.rings
+    ring.finish(lax.fori_loop(0, shares.count, one, zeros))
+
+
+def each_tile(
+    tile: Tile,
+    shares: Turns,
+    warpgroup: jax.Array,
+    compute: Callable[[jax.Array, jax.Array | int, jax.Array], Any],
+) -> None:
+    """The tiles of a computing warpgroup.
+
+    Args:
+      compute: called with a tile's index, its ring and the pieces that went through
+        that ring before; returns the tile's number of pieces.
+    """
+    apart = tile.rings == COMPUTING
+    ring = warpgroup if apart else 0
+    mine = shares
+    if apart:
+        count = divide(jnp.maximum(shares.count - warpgroup + 1, 0), COMPUTING)[0]
+        first = shares.first + warpgroup * shares.every
+        mine = Turns(first, shares.every * COMPUTING, count)
+
+    def one(i, count):
+        return count + compute(mine.at(i), ring, count)
+
+    lax.fori_loop(0, mine.count, one, jnp.int32(0))
+
+
+def part_origin(tile: Tile, warpgroup: jax.Array) -> tuple[Any, Any]:
+    """Row and column of a tile at which a warpgroup's part begins."""
+    return (
+        warpgroup * tile.part[0] if tile.split == "rows" else 0,
+        warpgroup * tile.part[1] if tile.split == "columns" else 0,
+    )
+
+
+def scratch(
+    tile: Tile,
+    a: tuple[int, int],
+    b: tuple[int, int],
+    dtype: Any,
+    out_dtype: Any,
+) -> dict[str, Any]:
+    """Shared memory and barriers; `a` and `b` are the shapes of a piece's operands."""
+    line = LINE_BYTES // jnp.dtype(out_dtype).itemsize
+    transforms = (plgpu.SwizzleTransform(LINE_BYTES),) if tile.swizzled else ()
+    readers = COMPUTING // tile.rings
+    return {
+        "a": plgpu.SMEM((tile.stages, *a), dtype, transforms=_OPERAND),
+        "b": plgpu.SMEM((tile.stages, *b), dtype, transforms=_OPERAND),
+        # No tiling: copies leave it that start at any row.
+        "staging": plgpu.SMEM(
+            (COMPUTING, SLOTS, BAND, line), out_dtype, transforms=transforms
+        ),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "free": plgpu.Barrier(num_arrivals=readers, num_barriers=tile.stages),
+    }
+
+
+def launch(
+    body: Callable[..., None],
+    name: str,
+    tile: Tile,
+    operands: tuple[jax.Array, ...],
+    out_type: jax.ShapeDtypeStruct,
+    scratch_types: dict[str, Any],
+    blocks: int,
+) -> jax.Array:
+    """Runs a persistent kernel of two computing warpgroups and one that copies."""
+    hw.check_registers(REGISTERS)
+    hw.check_smem(tile.smem_bytes(), name)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=len(REGISTERS),
+        thread_name="warpgroup",
+        scratch_types=scratch_types,
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(*operands)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """The static part of a product.
+
+    Attributes:
+      rows, experts, depth, columns: M, E, length of the summed axis, columns of the
+        result.
+      transposed: whether matrices are [columns, depth], not [depth, columns].
+      dtype, out_dtype: of the operands and the result.
+      tile: launch parameters.
+    """
+
+    rows: int
+    experts: int
+    depth: int
+    columns: int
+    transposed: bool
+    dtype: Any
+    out_dtype: Any
+    tile: Tile
+
+    @property
+    def steps(self) -> int:
+        return self.depth // STEP
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.columns // self.tile.block_n)
+
+
+class _Task(NamedTuple):
+    expert: jax.Array
+    row: jax.Array  # where the tile begins
+    column: jax.Array
+    start: jax.Array  # the expert's rows
+    end: jax.Array
+
+
+def _task(plan: Product, table: Any, index: jax.Array) -> _Task:
+    tile = plan.tile
+    at = divide(index, plan.column_blocks)[0]
+    # Between its first and its last tile the index stays with its expert.
+    expert, base, tiles, start, end = (table[at, name] for name in Column)
+    index = index - base * plan.column_blocks
+    panel, index = divide(index, tile.panel * plan.column_blocks)
+    height = jnp.minimum(tiles - panel * tile.panel, tile.panel)
+    column, row = divide(index, height)
+    row = (panel * tile.panel + row) * tile.block_m + divide(start, ALIGN)[0] * ALIGN
+    return _Task(expert, row, column * tile.block_n, start, end)
+
+
+def _product_kernel(
+    table, count, x, w, out, *, a, b, staging, full, free, plan: Product, blocks: int
+):
+    tile, steps = plan.tile, plan.steps
+    ring = Ring(tile, a, b, full, free)
+    shares = turns(count[0] * plan.column_blocks, blocks)
+
+    def task_at(index):
+        task = _task(plan, table, index)
+        return task, jnp.where(task.expert < plan.experts, steps, 0)
+
+    def sources(task, k):
+        rows = x.at[pl.ds(task.row, tile.block_m), pl.ds(k * STEP, STEP)]
+        depth, columns = pl.ds(k * STEP, STEP), pl.ds(task.column, tile.block_n)
+        if plan.transposed:
+            return rows, w.at[task.expert, columns, depth]
+        return rows, w.at[task.expert, depth, columns]
+
+    def compute(warpgroup):
+        offset = part_origin(tile, warpgroup)
+        shape = tile.part
+        mine = pl.ds(offset[0], shape[0]), pl.ds(offset[1], shape[1])
+
+        def multiply(acc, slot, k):
+            del k
+            left = ring.a.at[slot, mine[0]]
+            if plan.transposed:
+                right = ring.b.at[slot, mine[1]].T
+            else:
+                right = ring.b.at[slot, :, mine[1]]
+            plgpu.wgmma(acc, left, right)
+
+        def one(index, which, passed):
+            task, pieces = task_at(index)
+            row, column = task.row + offset[0], task.column + offset[1]
+            low, high = jnp.maximum(task.start, row), task.end
+            # A part without rows of the expert would take the tensor cores from the
+            # other warpgroup.
+            live = (low < jnp.minimum(high, row + shape[0])) & (column < plan.columns)
+
+            @pl.when(live)
+            def _():
+                store_part(
+                    staging,
+                    warpgroup,
+                    out,
+                    ring.accumulate(which, passed, pieces, shape, multiply),
+                    row=row,
+                    low=low,
+                    high=high,
+                    column=column,
+                )
+
+            @pl.when(jnp.logical_not(live))
+            def _():
+                ring.skip(which, passed, pieces)
+
+            return pieces
+
+        each_tile(tile, shares, warpgroup, one)
+
+    run_warpgroups(lambda: feed(ring, shares, task_at, sources), compute)
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=0)
+def product(
+    plan: Product, x: jax.Array, w: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Multiplies each expert's rows with its matrix or its transpose.
+
+    Args:
+      plan: sizes and launch parameters.
+      x: [M, depth].
+      w: [E, depth, columns], or [E, columns, depth] if `plan.transposed`.
+      group_sizes: i32[E].
+
+    Returns:
+      [M, columns] of `plan.out_dtype`; rows of no expert are exactly 0.
+    """
+    tile = plan.tile
+    table, count = tasks.row_tiles(group_sizes, plan.rows, tile.block_m)
+    if padding := -plan.rows % ALIGN:
+        # The copies' view of x has whole pieces of 8 rows.
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+    blocks = min(hw.device().sms, table.shape[0] * plan.column_blocks)
+    piece = (tile.block_n, STEP) if plan.transposed else (STEP, tile.block_n)
+    name = "pk_grouped_matmul_dgrad" if plan.transposed else "pk_grouped_matmul_fwd"
+    return launch(
+        functools.partial(_product_kernel, plan=plan, blocks=blocks),
+        name,
+        tile,
+        (table, count, x, w),
+        jax.ShapeDtypeStruct((plan.rows, plan.columns), plan.out_dtype),
+        scratch(tile, (tile.block_m, STEP), piece, plan.dtype, plan.out_dtype),
+        blocks,
+    )

@@ -1,0 +1,257 @@
+"""Mosaic GPU kernel of the weight gradient: dw_e = x_e^T dy_e, expert by expert.
+
+The same persistent block, ring and warpgroups as in `kernel`; the summed axis is an
+expert's rows, in pieces of 64 from its first row rounded down to a multiple of 8, and
+wgmma reads x transposed through its descriptor. The first and the last piece may hold
+rows of other experts: the computing warpgroups write zeros over those in shared
+memory, in both operands, since zero times another expert's NaN is NaN. An expert
+without rows is a sum without terms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.grouped_matmul import tasks
+from pallas_kernels.grouped_matmul.config_mosaic import (
+    ALIGN,
+    COMPUTING,
+    STEP,
+    Tile,
+)
+from pallas_kernels.grouped_matmul.kernel import (
+    Ring,
+    divide,
+    each_tile,
+    feed,
+    launch,
+    part_origin,
+    run_warpgroups,
+    scratch,
+    store_part,
+    turns,
+)
+
+
+def _eight_rows() -> Any:
+    """Layout of [8, 64]: two rows a warp, sixteen threads a row, four values each."""
+    layout = mgpu.TiledLayout(
+        plgpu.Tiling(((8, 64), (2, 64), (1, 4))),
+        warp_dims=(-6,),
+        lane_dims=(-4, -3),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightGradient:
+    """The static part of a launch.
+
+    Attributes:
+      rows, experts, in_dim, out_dim: M, E, K, N.
+      dtype, out_dtype: of the operands and the result.
+      tile: launch parameters; its rows are those of dw, K.
+    """
+
+    rows: int
+    experts: int
+    in_dim: int
+    out_dim: int
+    dtype: Any
+    out_dtype: Any
+    tile: Tile
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.in_dim // self.tile.block_m)
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.out_dim // self.tile.block_n)
+
+
+class _Task(NamedTuple):
+    expert: jax.Array
+    row: jax.Array  # of dw, where the tile begins
+    column: jax.Array
+    begin: jax.Array  # the row of x with which the first piece begins
+    start: jax.Array  # the expert's rows
+    end: jax.Array
+
+
+def _task(plan: WeightGradient, bounds: Any, index: jax.Array) -> _Task:
+    expert, index = divide(index, plan.row_blocks * plan.column_blocks)
+    row, column = divide(index, plan.column_blocks)
+    start, end = bounds[expert, 0], bounds[expert, 1]
+    begin = divide(start, ALIGN)[0] * ALIGN
+    row, column = row * plan.tile.block_m, column * plan.tile.block_n
+    return _Task(expert, row, column, begin, start, end)
+
+
+def _clear(piece: Any, height: int, low: jax.Array, high: jax.Array) -> None:
+    """Writes zeros over the rows of [height, 64] outside [low, high)."""
+    layout = plgpu.Layout.WGMMA if height == STEP else _eight_rows()
+    shape = (height, 64)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    value = plgpu.load(piece, layout=layout, optimized=False)
+    mine = (row >= low) & (row < high)
+    piece[...] = jnp.where(mine, value, jnp.zeros((), value.dtype))
+
+
+def _clear_others(
+    plan: WeightGradient,
+    operands: tuple[Any, Any],
+    slot: jax.Array,
+    warpgroup: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+) -> None:
+    """Writes zeros over the rows of a piece outside [low, high), in both operands.
+
+    Warpgroups that share a piece share the work, column by column of 64.
+    """
+    height = plan.tile.tail_rows
+    pieces = [
+        (operand, 64 * at)
+        for operand in operands
+        for at in range(operand.shape[-1] // 64)
+    ]
+    shared = plan.tile.rings == 1
+
+    def clear(at, carry):
+        top = at * height
+        for number, (operand, column) in enumerate(pieces):
+            piece = operand.at[slot, pl.ds(top, height), pl.ds(column, 64)]
+            one = functools.partial(_clear, piece, height, low - top, high - top)
+            if shared:
+                pl.when(warpgroup == number % COMPUTING)(one)
+            else:
+                one()
+        return carry
+
+    count = STEP // height
+    # Rows before the expert's are fewer than 8.
+    pl.when(low > 0)(functools.partial(clear, jnp.int32(0), None))
+    lax.fori_loop(jnp.minimum(divide(high, height)[0], count), count, clear, None)
+
+
+def _wgrad_kernel(
+    bounds,
+    x,
+    dy,
+    out,
+    *,
+    a,
+    b,
+    staging,
+    full,
+    free,
+    met=None,
+    plan: WeightGradient,
+    blocks: int,
+):
+    tile = plan.tile
+    ring = Ring(tile, a, b, full, free)
+    shares = turns(plan.experts * plan.row_blocks * plan.column_blocks, blocks)
+
+    def task_at(index):
+        task = _task(plan, bounds, index)
+        pieces = divide(task.end - task.begin + STEP - 1, STEP)[0]
+        return task, jnp.where(task.end > task.start, pieces, 0)
+
+    def sources(task, k):
+        rows = pl.ds(task.begin + k * STEP, STEP)
+        return (
+            x.at[rows, pl.ds(task.row, tile.block_m)],
+            dy.at[rows, pl.ds(task.column, tile.block_n)],
+        )
+
+    def compute(warpgroup):
+        offset, shape = part_origin(tile, warpgroup), tile.part
+        mine = pl.ds(offset[0], shape[0]), pl.ds(offset[1], shape[1])
+
+        def one(index, which, passed):
+            task, pieces = task_at(index)
+
+            def multiply(acc, slot, k):
+                low = jnp.maximum(task.start - task.begin - k * STEP, 0)
+                high = jnp.minimum(task.end - task.begin - k * STEP, STEP)
+
+                @pl.when((low > 0) | (high < STEP))
+                def _():
+                    _clear_others(plan, (ring.a, ring.b), slot, warpgroup, low, high)
+                    plgpu.commit_smem()
+                    if met is not None:
+                        plgpu.barrier_arrive(met)
+                        plgpu.barrier_wait(met)
+
+                left = ring.a.at[slot, :, mine[0]].T
+                plgpu.wgmma(acc, left, ring.b.at[slot, :, mine[1]])
+
+            row, column = task.row + offset[0], task.column + offset[1]
+            value = ring.accumulate(which, passed, pieces, shape, multiply)
+            store_part(
+                staging,
+                warpgroup,
+                out.at[task.expert],
+                value,
+                row=row,
+                low=row,
+                high=jnp.int32(plan.in_dim),
+                column=column,
+            )
+            return pieces
+
+        each_tile(tile, shares, warpgroup, one)
+
+    run_warpgroups(lambda: feed(ring, shares, task_at, sources), compute)
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=0)
+def weight_gradient(
+    plan: WeightGradient, x: jax.Array, dy: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """The gradient of each expert's matrix, summed over its rows in their order.
+
+    Args:
+      plan: sizes and launch parameters.
+      x: [M, K].
+      dy: [M, N].
+      group_sizes: i32[E].
+
+    Returns:
+      dw [E, K, N] of `plan.out_dtype`; exactly 0 for an expert without rows.
+    """
+    tile = plan.tile
+    if padding := -plan.rows % ALIGN:
+        # The copies' view has whole pieces of 8 rows.
+        x, dy = (jnp.pad(v, ((0, padding), (0, 0))) for v in (x, dy))
+    blocks = min(hw.device().sms, plan.experts * plan.row_blocks * plan.column_blocks)
+    pieces = (STEP, tile.block_m), (STEP, tile.block_n)
+    scratch_types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
+    if tile.rings == 1:
+        scratch_types["met"] = plgpu.Barrier(num_arrivals=COMPUTING)
+    return launch(
+        functools.partial(_wgrad_kernel, plan=plan, blocks=blocks),
+        "pk_grouped_matmul_wgrad",
+        tile,
+        (tasks.bounds(group_sizes), x, dy),
+        jax.ShapeDtypeStruct((plan.experts, plan.in_dim, plan.out_dim), plan.out_dtype),
+        scratch_types,
+        blocks,
+    )

@@ -1,0 +1,357 @@
+"""Mosaic kernels of `grouped_matmul`, interpreted, expert by expert."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.grouped_matmul import choose, grouped_matmul, specs, tasks
+from pallas_kernels.grouped_matmul.config_mosaic import (
+    ALIGN,
+    Tile,
+    heuristic,
+    refusal,
+)
+from pallas_kernels.grouped_matmul.tasks import Column
+
+
+KERNEL = {s.name: s for s in specs.specs("ci") if s.name.startswith("ci_kernel")}
+# Two blocks, so that each of them has several tiles.
+SMALL = hw.Device(kind=hw.H200.kind, sms=2, smem_bytes=hw.H200.smem_bytes)
+
+
+@pytest.fixture
+def small_card():
+    with hw.assume(SMALL), interpreted():
+        yield
+
+
+def arguments(spec, seed=0):
+    return [np.array(a) for a in spec.arguments(jax.random.key(seed))]
+
+
+def run(spec, args, times=1):
+    """`times` times y, dx, dw."""
+    op = functools.partial(grouped_matmul, implementation="mosaic")
+    both = jax.jit(specs.run(spec, op, backward=True))
+    return [[np.asarray(a) for a in both(*args)] for _ in range(times)]
+
+
+def by_hand(x, w, sizes, dy):
+    """y, dx, dw expert by expert in float64."""
+    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
+    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    for expert, (start, end) in enumerate(itertools.pairwise(borders(sizes))):
+        rows = slice(start, end)
+        y[rows], dx[rows] = x[rows] @ w[expert], dy[rows] @ w[expert].T
+        dw[expert] = x[rows].T @ dy[rows]
+    return y, dx, dw
+
+
+def borders(sizes):
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def assert_experts_close(got, want, sizes, except_for=()):
+    """Each expert on its own: one wrong expert of many is a small error in all."""
+    ends = borders(sizes)
+    for name, a, b in zip(("y", "dx"), got, want, strict=False):
+        for expert, (start, end) in enumerate(itertools.pairwise(ends)):
+            if end > start and expert not in except_for:
+                label = f"{name} of expert {expert}"
+                assert_close(a[start:end], b[start:end], name=label)
+        assert not np.any(a[ends[-1] :]), f"{name} of no expert"
+    for expert, size in enumerate(sizes):
+        if expert not in except_for:
+            assert_close(got[2][expert], want[2][expert], name=f"dw of {expert}")
+        if not size:
+            assert not np.any(got[2][expert])
+
+
+def test_equals_float64_whatever_lies_behind_the_rows(small_card):
+    """And twice the same bits."""
+    spec = KERNEL["ci_kernel_narrow"]
+    x, w, sizes, dy = arguments(spec)
+    behind = sum(spec.sizes)
+    x[behind:] = dy[behind:] = np.nan
+    got, again = run(spec, (x, w, sizes, dy), 2)
+    assert_experts_close(got, by_hand(x, w, sizes, dy), sizes)
+    for a, b in zip(got, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nan_of_one_expert_stays_there(small_card):
+    """In its rows, which share tiles with its neighbours' rows, and its weights."""
+    spec = KERNEL["ci_kernel_borders"]
+    x, w, sizes, dy = arguments(spec)
+    want = by_hand(x, w, sizes, dy)
+    ends = borders(sizes)
+    x[ends[2] - 1] = dy[ends[1]] = np.nan
+    w[1] = np.nan
+    (got,) = run(spec, (x, w, sizes, dy))
+    assert_experts_close(got, want, sizes, except_for=[1])
+    assert np.isnan(got[2][1]).all()
+    assert np.isnan(got[0][ends[1] : ends[2]]).all()
+
+
+TILES = (
+    Tile(block_n=192, stages=3, panel=1, swizzled=False, tail_rows=64),
+    Tile(block_n=128, stages=2, split="columns", panel=2),
+    Tile(block_m=64, block_n=128, stages=4, split="tiles"),
+)
+
+
+@pytest.mark.parametrize(
+    "what, tile",
+    [
+        ("y", TILES[0]),
+        ("dx", TILES[1]),
+        ("y", TILES[2]),
+        ("dw", TILES[0]),
+        ("dw", TILES[2]),
+    ],
+    ids=lambda value: getattr(value, "split", value),
+)
+def test_however_it_is_cut(what, tile, small_card):
+    """Results in f32, which leave in other pieces than those of 16 bits."""
+    from pallas_kernels.grouped_matmul import kernel, kernel_wgrad
+
+    spec = KERNEL["ci_kernel_empty"]
+    x, w, sizes, dy = arguments(spec)
+    y, dx, dw = by_hand(x, w, sizes, dy)
+    call = {
+        "rows": spec.rows,
+        "experts": spec.experts,
+        "dtype": x.dtype,
+        "out_dtype": jnp.dtype(jnp.float32),
+        "tile": tile,
+    }
+    if what == "dw":
+        plan = kernel_wgrad.WeightGradient(
+            in_dim=spec.in_dim, out_dim=spec.out_dim, **call
+        )
+        got, want = kernel_wgrad.weight_gradient(plan, x, dy, sizes), dw
+    else:
+        back = what == "dx"
+        depth, columns = spec.in_dim, spec.out_dim
+        if back:
+            depth, columns = columns, depth
+        plan = kernel.Product(depth=depth, columns=columns, transposed=back, **call)
+        got = kernel.product(plan, dy if back else x, w, sizes)
+        want = dx if back else y
+    assert got.dtype == jnp.float32
+    assert_close(got, want, rel=1e-6, name=what)
+
+
+def tiles_of(table, count):
+    """(group, first row, first and last row that is the group's) of each tile."""
+    for index in range(count):
+        group, base, tiles, start, end = table[index]
+        assert 0 <= index - base < tiles
+        yield group, start // ALIGN * ALIGN, index - base, start, end
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_every_row_is_in_one_tile(block_m):
+    rng = np.random.default_rng(0)
+    rows, experts = 1000, 9
+    build = jax.jit(lambda sizes: tasks.row_tiles(sizes, rows, block_m))
+    cases = [
+        rng.multinomial(rng.integers(0, rows + 1), rng.dirichlet(np.full(experts, 0.3)))
+        for _ in range(20)
+    ]
+    cases += [np.zeros(experts), np.eye(experts)[8] * rows, np.ones(experts)]
+    # One row, then groups that each just need another tile.
+    cases.append(np.array([1] + [block_m - 6] * (experts - 1)))
+    for sizes in cases:
+        table, count = (np.asarray(a) for a in build(sizes.astype(np.int32)))
+        assert count[0] <= table.shape[0] == tasks.table_length(rows, experts, block_m)
+        owner = np.full(rows, -1)
+        for group, begin, at, start, end in tiles_of(table, count[0]):
+            low = max(begin + at * block_m, start)
+            high = min(begin + (at + 1) * block_m, end)
+            assert low < high  # no tile is empty
+            assert (owner[low:high] == -1).all()
+            owner[low:high] = group
+        want = np.repeat(np.arange(experts), sizes.astype(int))
+        assert (owner[: want.size] == want).all()
+        assert (owner[want.size :] == experts).all()
+        assert np.all(np.diff(table[:, Column.EXPERT]) >= 0)
+
+
+def test_the_table_is_long_enough_for_the_worst_sizes():
+    for block_m, rows, experts in itertools.product((64, 128), (1, 7, 500), (1, 3, 40)):
+        length = tasks.table_length(rows, experts, block_m)
+        # The most tiles: as many groups as there are rows for, each of one row, or
+        # each of one row more than whole tiles when it starts at a multiple of 8 + 7.
+        for size in (1, 2, block_m - 6, block_m + 1):
+            groups = min(experts + 1, rows // size)
+            worst = groups * -(-(size + ALIGN - 1) // block_m)
+            assert worst <= length, (block_m, rows, experts, size)
+
+
+def lowered(what, tile, rows=8192, experts=8, in_dim=2688, out_dim=1856):
+    from pallas_kernels.grouped_matmul import kernel, kernel_wgrad
+
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    x, dy = like((rows, in_dim)), like((rows, out_dim))
+    w, sizes = (
+        like((experts, in_dim, out_dim)),
+        like((experts,)).update(dtype=jnp.int32),
+    )
+    call = {"rows": rows, "experts": experts, "dtype": x.dtype, "out_dtype": x.dtype}
+    with hw.assume():
+        if what == "weight":
+            plan = kernel_wgrad.WeightGradient(
+                in_dim=in_dim, out_dim=out_dim, tile=tile, **call
+            )
+            traced = kernel_wgrad.weight_gradient.trace(plan, x, dy, sizes)
+        else:
+            back = what == "data"
+            depth, columns = (out_dim, in_dim) if back else (in_dim, out_dim)
+            plan = kernel.Product(
+                depth=depth, columns=columns, transposed=back, tile=tile, **call
+            )
+            traced = kernel.product.trace(plan, dy if back else x, w, sizes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def possible(what):
+    """Every tile that the heuristic gives to a product, over sizes that matter."""
+    means = (1, 64, 65, 160, 352, 512, 513, 4096)
+    dims = (64, 128, 512, 1024, 1856, 2688, 2880, 4096, 3072)
+    return sorted(
+        {
+            getattr(heuristic(rows=m, experts=1, in_dim=k, out_dim=n), what)
+            for m, k, n in itertools.product(means, dims, dims)
+        },
+        key=str,
+    )
+
+
+CONFIGS = [(what, t) for what in ("forward", "data", "weight") for t in possible(what)]
+
+
+@pytest.mark.parametrize(
+    "what, tile",
+    CONFIGS,
+    ids=[f"{w}-{t.split}-{t.block_m}x{t.block_n}" for w, t in CONFIGS],
+)
+def test_every_config_fits_and_lowers_for_the_card(what, tile):
+    hw.check_smem(tile.smem_bytes())
+    names = {"forward": "fwd", "data": "dgrad", "weight": "wgrad"}
+    assert f"pk_grouped_matmul_{names[what]}" in lowered(what, tile)
+
+
+def test_layers_of_equal_sizes_share_their_kernels():
+    spec = next(s for s in specs.specs("perf") if s.name == "qwen3_next_up")
+    x, w, sizes, dy = jax.eval_shape(spec.arguments, jax.random.key(0))
+
+    def two_layers(x, w, sizes, dy):
+        y = grouped_matmul(x, w, sizes, implementation="mosaic")
+        back = jnp.swapaxes(w, 1, 2)
+        y = grouped_matmul(y, back, sizes, implementation="mosaic")
+        y = grouped_matmul(y, w, sizes, implementation="mosaic")
+        return jnp.sum((y * dy).astype(jnp.float32))
+
+    with hw.assume():
+        traced = jax.jit(jax.grad(two_layers, argnums=(0, 1))).trace(x, w, sizes, dy)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Two shapes of each product, whatever the number of layers.
+    assert text.count("custom_call @mosaic_gpu") == 6
+
+
+def test_without_a_measured_row_nothing_picks_the_kernels():
+    spec = KERNEL["ci_kernel_empty"]
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))[:3]
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        grouped_matmul(*args, implementation="mosaic")
+    with hw.assume():
+        choice = choose(*args)
+        assert choice.implementation == "xla"
+        assert choice.refused["mosaic"] == "no measured row speaks for it yet"
+        named = choose(*args, implementation="mosaic")
+    assert named.implementation == "mosaic"
+    assert named.config == heuristic(rows=58, experts=4, in_dim=64, out_dim=192)
+
+
+def test_refusals_name_the_number():
+    call = {"rows": 64, "experts": 2, "in_dim": 64, "out_dim": 128}
+    call |= {"dtype": jnp.bfloat16, "out_dtype": jnp.float32}
+    assert refusal(**call) is None
+    assert refusal(**call | {"dtype": jnp.float16}) is None
+    for changed, text in (
+        ({"in_dim": 33}, "K = 33"),
+        ({"out_dim": 160}, "N = 160"),
+        ({"dtype": jnp.float32}, "dtype = float32"),
+        ({"out_dtype": jnp.float16}, "result's dtype = float16"),
+        ({"rows": 0}, "M = 0"),
+        ({"rows": 2**31, "in_dim": 2**14}, "tiles"),
+    ):
+        assert text in refusal(**call | changed)
+    with pytest.raises(ValueError, match="128 x 256 sums"):
+        Tile(split="tiles")
+    with pytest.raises(ValueError, match="96"):
+        Tile(block_n=192, split="columns")
+    with pytest.raises(ValueError, match="stages=5"):
+        Tile(block_n=128, stages=5, split="tiles")
+
+
+MODEL = {spec.name: spec for spec in specs.specs("model")}
+
+
+@functools.cache
+def on_the_card(spec):
+    op = functools.partial(grouped_matmul, implementation="mosaic")
+    return jax.jit(specs.run(spec, op, backward=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODEL)
+def test_model_shapes_on_the_card(name):
+    """Expert by expert against f32 products, NaN behind the rows, 100 repeats."""
+    spec = MODEL[name]
+    x, w, sizes, dy = jax.jit(spec.arguments)(jax.random.key(0))
+    behind = jnp.arange(spec.rows)[:, None] >= jnp.sum(sizes)
+    x, dy = (jnp.where(behind, jnp.nan, a) for a in (x, dy))
+    args = x, w, sizes, dy
+    got = jax.block_until_ready(on_the_card(spec)(*args))
+    f32 = (a.astype(jnp.float32) for a in args if a is not sizes)
+    x, w, dy = (np.asarray(a) for a in f32)
+    want = [np.zeros(a.shape, np.float32) for a in got]
+    for expert, (start, end) in enumerate(itertools.pairwise(borders(sizes))):
+        rows = slice(start, end)
+        want[0][rows] = x[rows] @ w[expert]
+        want[1][rows] = dy[rows] @ w[expert].T
+        want[2][expert] = x[rows].T @ dy[rows]
+    assert_experts_close([np.asarray(a) for a in got], want, np.asarray(sizes))
+    same = jnp.bool_(True)
+    for _ in range(100):
+        again = on_the_card(spec)(*args)
+        for a, b in zip(got, again, strict=True):
+            same &= jnp.array_equal(a, b)
+    assert bool(same)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.split)
+def test_however_it_is_cut_on_the_card(tile):
+    from pallas_kernels.grouped_matmul import mosaic
+    from pallas_kernels.grouped_matmul.config_mosaic import Config
+
+    spec = MODEL["borders"]
+    x, w, sizes, dy = jax.jit(spec.arguments)(jax.random.key(1))
+    config = Config(forward=tile, data=tile, weight=tile)
+
+    def op(x, w, sizes):
+        return mosaic.grouped_matmul(x, w, sizes, x.dtype, config)
+
+    got = jax.jit(specs.run(spec, op, backward=True))(x, w, sizes, dy)
+    want = by_hand(*(np.asarray(a) for a in (x, w, sizes, dy)))
+    assert_experts_close([np.asarray(a) for a in got], want, np.asarray(sizes))
