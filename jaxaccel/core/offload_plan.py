@@ -94,6 +94,7 @@ def plan_offload(
     sizes: ScanSizes,
     memory: HostMemory,
     *,
+    group: int = 2,
     host_budget: int | None = None,
     reserved: int = 0,
     device_budget: int | None = None,
@@ -105,6 +106,7 @@ def plan_offload(
       mode: what is asked for; "save" and "remat" are taken as they are.
       sizes: what there is to keep.
       memory: what the device and the host have.
+      group: the smallest group of layers, for mode "group".
       host_budget: pinned bytes that this process may use, `None` for no such limit.
       reserved: pinned bytes that something else of this process takes.
       device_budget: bytes that layer inputs may take on a device, `None` for unknown.
@@ -127,12 +129,15 @@ def plan_offload(
     if unfit is not None:
         return _plan("remat", 1, sizes, f"{mode}: {unfit}")
     limit, limit_name = _host_limit(memory, host_budget)
-    refusals = []
+    refusals: list[str] = []
     for rung in OFFLOADING[OFFLOADING.index(mode) :]:
         refusal = (failed or {}).get(rung)
-        group = _group_that_fits(sizes, limit - reserved) if rung == "group" else 1
-        need, device = sizes.host_bytes(rung, group), sizes.device_bytes(rung, group)
-        if refusal is None and rung == "group" and group == 1:
+        grouped = 1
+        if rung == "group":
+            grouped = _group_that_fits(sizes, limit - reserved, group)
+        need = sizes.host_bytes(rung, grouped)
+        device = sizes.device_bytes(rung, grouped)
+        if refusal is None and rung == "group" and grouped == 1:
             refusal = (
                 f"no group of {sizes.length} layers is small enough ({limit_name})"
             )
@@ -143,7 +148,7 @@ def plan_offload(
             refusal = f"needs {gib(device)} of the device's {gib(device_budget)}"
         if refusal is None:
             chosen = f"{rung}: {gib(need)} of host memory ({limit_name})"
-            return _plan(rung, group, sizes, "; ".join([*refusals, chosen]))
+            return _plan(rung, grouped, sizes, "; ".join([*refusals, chosen]))
         refusals.append(f"{rung}: {refusal}")
     return _plan("remat", 1, sizes, "; ".join(refusals))
 
@@ -187,9 +192,9 @@ def _host_limit(memory: HostMemory, budget: int | None) -> tuple[int, str]:
     return min(limits)
 
 
-def _group_that_fits(sizes: ScanSizes, limit: int) -> int:
+def _group_that_fits(sizes: ScanSizes, limit: int, least: int) -> int:
     """The smallest group that divides the layers and fits; 1 if none does."""
-    for group in range(2, sizes.length // 2 + 1):
+    for group in range(least, sizes.length // 2 + 1):
         fits = sizes.host_bytes("group", group) <= limit
         if fits and sizes.length % group == 0:
             return group

@@ -371,14 +371,13 @@ class Decoder(nnx.Module):
 
         parts = [nnx.split(block) for block in self.layers]
         stages = [stage(i, graphdef) for i, (graphdef, _) in enumerate(parts)]
-        if caches is None:
-            caches = (None,) * len(stages)
-            mode, group = policy.mode, policy.group
-        else:
+        mode, group = policy.mode, policy.group
+        if caches is not None:
             mode, group = "save", 1  # nobody differentiates through a cache
+        own_caches = caches or (None,) * len(stages)
         x, kept = offload_scan(
             stages,
-            tuple((state, c) for (_, state), c in zip(parts, caches, strict=True)),
+            tuple((s, c) for (_, s), c in zip(parts, own_caches, strict=True)),
             x,
             (meta, length),
             mode=mode,

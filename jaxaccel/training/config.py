@@ -98,6 +98,12 @@ class TrainConfig:
       tensorboard: also write TensorBoard files; needs the `tensorboard` extra.
       max_seconds: stop cleanly after this many seconds of training in one call of
         `train`, which needs a single process; the schedule still spans `num_steps`.
+      offload_host_gb: pinned host memory, in units of 2^30 bytes, that a process may
+        use for activations and optimizer state; `None` for XLA's own limit. Where a
+        model's `remat_policy` does not fit, the run says so and takes a smaller one.
+      optimizer_on_host: keep the optimizer's arrays in pinned host memory between
+        steps: f32 moments, twice the parameters in f32, against reading and writing
+        them over the bus once a step.
       compile_cache: folder of JAX's persistent compilation cache; `None` for none.
     """
 
@@ -117,6 +123,8 @@ class TrainConfig:
     log_every: int = 10
     tensorboard: bool = False
     max_seconds: float | None = None
+    offload_host_gb: float | None = None
+    optimizer_on_host: bool = False
     compile_cache: str | None = None
 
     def __post_init__(self):
@@ -130,4 +138,6 @@ class TrainConfig:
         batches, seconds, decay = self.eval_batches, self.max_seconds, self.ema_decay
         _check(self, ">= 1 or None", batches is None or batches >= 1, "eval_batches")
         _check(self, "> 0 or None", seconds is None or seconds > 0, "max_seconds")
+        budget = self.offload_host_gb
+        _check(self, "> 0 or None", budget is None or budget > 0, "offload_host_gb")
         _check(self, "0 < x < 1 or None", decay is None or 0 < decay < 1, "ema_decay")

@@ -50,10 +50,17 @@ from jaxaccel.training.metrics import (
     METRICS_FILE,
     Console,
     MetricsWriter,
+    Window,
     progress_line,
     read_metrics,
 )
-from jaxaccel.training.optim import make_optimizer
+from jaxaccel.training.offload import (
+    OffloadLadder,
+    PlannedStep,
+    check_pinned_limit,
+    scan_sizes,
+)
+from jaxaccel.training.optim import host_state_bytes, make_optimizer
 from jaxaccel.training.perf import (
     mean_document_length,
     peak_memory_bytes,
@@ -191,25 +198,6 @@ class _Pending:
     batch: PackedBatch
 
 
-class _Window:
-    """Figures of the steps since the last row."""
-
-    def __init__(self):
-        self.rows: list[np.ndarray] = []
-        self.restart(0)
-
-    def restart(self, untimed: int) -> None:
-        """Starts the clock; so many of the rows are from before."""
-        self.untimed = untimed
-        self.started = time.perf_counter()
-        self.paused = 0.0
-        self.starved = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started - self.paused
-
-
 class _Run:
     """One call of `train`."""
 
@@ -280,28 +268,14 @@ class _Run:
     def start(self, resume: bool) -> TrainState:
         """Makes or restores the state and opens everything that a run writes to."""
         config, mesh = self.config, self.mesh
-        init = make_init(self._build, self.optimizer, config)
-        abstract = jax.eval_shape(init)
+        self.init = make_init(self._build, self.optimizer, config)
+        abstract = jax.eval_shape(self.init)
         shardings = state_shardings(abstract, mesh, config)
+        on_host = host_state_bytes(shardings.opt_state, abstract.opt_state)
+        check_pinned_limit(on_host, config)
         found = latest_checkpoint(self.checkpoints) if resume else None
-        data_state = None
-        if found is None:
-            self.console.status("initialising the model", is_progress=False)
-            # On a CPU, optimising each random array takes far longer than drawing it,
-            # once, can save.
-            on_cpu = jax.default_backend() == "cpu"
-            quick = {"xla_backend_optimization_level": 0} if on_cpu else None
-            jitted = jax.jit(init, out_shardings=shardings)
-            state = jitted.lower().compile(compiler_options=quick)()
-        else:
-            template = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                abstract,
-                shardings,
-            )
-            state, data_state = restore_checkpoint(
-                found, template, self.corpus.tokenizer, self.decoder
-            )
+        state, data_state = self._first_state(found, abstract, shardings)
+        if found is not None:
             self._go_on_from(found)
         self.iterator = make_iterator(
             self.corpus,
@@ -317,7 +291,16 @@ class _Run:
                 start_step=None if found is None else int(state.step),
                 tensorboard=config.tensorboard,
             )
-        self._make_step(shardings)
+        self.train_step: Any = PlannedStep(
+            OffloadLadder(
+                self.decoder,
+                scan_sizes(self.decoder, self.data_config, config, mesh),
+                config,
+                reserved=on_host,
+            ),
+            functools.partial(self._jitted_step, shardings),
+            lambda: self._first_state(found, abstract, shardings)[0],
+        )
         self.heldout = Heldout(
             self.corpus, self.data_config, self.parts, config, self.mesh
         )
@@ -328,6 +311,25 @@ class _Run:
         if self.last_eval[1]:
             self._write("eval", *self.last_eval)
         return state
+
+    def _first_state(
+        self, found: pathlib.Path | None, abstract: TrainState, shardings: TrainState
+    ) -> tuple[TrainState, Any]:
+        """Makes or restores the state; the same one whenever it is called."""
+        if found is None:
+            self.console.status("initialising the model", is_progress=False)
+            # On a CPU, optimising each random array takes far longer than drawing it,
+            # once, can save.
+            on_cpu = jax.default_backend() == "cpu"
+            quick = {"xla_backend_optimization_level": 0} if on_cpu else None
+            jitted = jax.jit(self.init, out_shardings=shardings)
+            return jitted.lower().compile(compiler_options=quick)(), None
+        template = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract,
+            shardings,
+        )
+        return restore_checkpoint(found, template, self.corpus.tokenizer, self.decoder)
 
     def _go_on_from(self, checkpoint: pathlib.Path) -> None:
         metadata = read_metadata(checkpoint)
@@ -354,13 +356,16 @@ class _Run:
         self._write("baseline", 0, baseline)
         return baseline
 
-    def _make_step(self, shardings: TrainState) -> None:
+    def _jitted_step(self, shardings: TrainState, decoder: DecoderConfig) -> Any:
+        """The step of the model as planned: `decoder` is ours in another memory."""
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        rate = 0.0
-        if isinstance(self.decoder.mlp, MoEConfig):
-            rate = self.decoder.mlp.bias_update_rate
+        rate, parts = 0.0, self.parts
+        if isinstance(decoder.mlp, MoEConfig):
+            rate = decoder.mlp.bias_update_rate
+        if decoder != self.decoder:
+            parts = model_parts(lambda: Decoder(decoder, rngs=nnx.Rngs(0)))
         step = make_train_step(
-            self.parts, self.optimizer, self.config, router_bias_rate=rate
+            parts, self.optimizer, self.config, router_bias_rate=rate
         )
         names: list[str] = []
 
@@ -371,11 +376,10 @@ class _Run:
             return state, jnp.stack([metrics[name] for name in names])
 
         self.metric_names = names
-        rows = batch_sharding(self.mesh)
-        self.train_step = jax.jit(
+        return jax.jit(
             packed_step,
             donate_argnums=0,
-            in_shardings=(shardings, rows),
+            in_shardings=(shardings, batch_sharding(self.mesh)),
             out_shardings=(shardings, replicated),
         )
 
@@ -447,7 +451,7 @@ class _Run:
         if self.resumed_from is None or self._due(step, config.eval_every):
             self.evaluate(state, step)
         start_eval = self.last_eval[1]
-        window, pending = _Window(), None
+        window, pending = Window(), None
         began, seconds_before = time.perf_counter(), self.train_seconds
         interrupted = is_over = False
         profiler = Profiler(profile_steps, self.folder / "profile")
@@ -476,7 +480,7 @@ class _Run:
             # A row at each checkpoint too: a resumed run then has the same rows.
             if is_last or self._due(step, config.log_every, config.checkpoint_every):
                 self._log(step, window)
-                window = _Window()
+                window = Window()
             pause = time.perf_counter()
             if not is_last and self._due(step, config.eval_every):
                 self.evaluate(state, step)
@@ -513,7 +517,7 @@ class _Run:
         return any(n and step % n == 0 for n in every)
 
     def _advance(
-        self, state: TrainState, step: int, window: _Window, pending: _Pending | None
+        self, state: TrainState, step: int, window: Window, pending: _Pending | None
     ) -> tuple[TrainState, _Pending, _Pending | None]:
         """Gives the device a step; returns the one before for its figures.
 
@@ -530,7 +534,7 @@ class _Run:
             state, metrics = self.train_step(state, batch)
         return state, _Pending(step, metrics, host_batch), pending
 
-    def _collect(self, done: _Pending, state: TrainState, window: _Window) -> None:
+    def _collect(self, done: _Pending, state: TrainState, window: Window) -> None:
         """Reads a step's figures; stops the run if they are not finite."""
         values = np.asarray(done.metrics)
         window.rows.append(values)
@@ -554,7 +558,7 @@ class _Run:
             with_mtp=bool(self.config.mtp_loss_weight),
         )
 
-    def _log(self, step: int, window: _Window) -> None:
+    def _log(self, step: int, window: Window) -> None:
         columns = dict(
             zip(self.metric_names, np.stack(window.rows).T.tolist(), strict=True)
         )

@@ -26,6 +26,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+import numpy as np
+
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -49,6 +51,25 @@ def _plain(value: Any) -> Any:
         return value
     value = float(value)
     return value if math.isfinite(value) else None
+
+
+class Window:
+    """Figures of the steps since the last row."""
+
+    def __init__(self):
+        self.rows: list[np.ndarray] = []
+        self.restart(0)
+
+    def restart(self, untimed: int) -> None:
+        """Starts the clock; so many of the rows are from before."""
+        self.untimed = untimed
+        self.started = time.perf_counter()
+        self.paused = 0.0
+        self.starved = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started - self.paused
 
 
 class MetricsWriter:

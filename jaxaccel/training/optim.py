@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxaccel.core.memory import PINNED_HOST, require_pinned_host
 from jaxaccel.core.tree import num_stacked_axes
 from jaxaccel.training.config import OptimConfig
 
@@ -119,3 +121,48 @@ def make_optimizer(config: OptimConfig, num_steps: int) -> optax.GradientTransfo
             return chained.update(updates, state, params)
 
     return optax.GradientTransformation(chained.init, update)
+
+
+def move_optimizer_state(state: optax.OptState, space: jax.memory.Space):
+    """Moves the arrays of an optimizer's state; its counters stay where they are.
+
+    Args:
+      state: of `make_optimizer`, traced.
+      space: `jax.memory.Space.Host` between steps, `Device` within one.
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)
+
+
+def host_shardings(shardings, state: optax.OptState):
+    """The shardings of `move_optimizer_state`'s result, see `state_shardings`.
+
+    Args:
+      shardings: tree like `state`, of shardings in device memory.
+      state: the (abstract) state.
+
+    Returns:
+      The tree with the arrays in pinned host memory.
+
+    Raises:
+      NotImplementedError: a device has no such memory.
+    """
+
+    def on_host(sharding, x):
+        if not x.ndim:
+            return sharding
+        require_pinned_host(sharding.addressable_devices, "optimizer_on_host=True")
+        return sharding.with_memory_kind(PINNED_HOST)
+
+    return jax.tree.map(on_host, shardings, state)
+
+
+def host_state_bytes(shardings, state: optax.OptState) -> int:
+    """Bytes of this process's pinned memory that such a state takes."""
+
+    def size(sharding, x):
+        if sharding.memory_kind != PINNED_HOST:
+            return 0
+        one = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return one * len(sharding.addressable_devices)
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shardings, state)))

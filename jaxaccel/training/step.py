@@ -26,7 +26,11 @@ from jaxaccel.core.tree import (
 from jaxaccel.data.batch import PackedBatch
 from jaxaccel.training.config import TrainConfig
 from jaxaccel.training.losses import LossSums, chunked_cross_entropy
-from jaxaccel.training.optim import learning_rate
+from jaxaccel.training.optim import (
+    host_shardings,
+    learning_rate,
+    move_optimizer_state,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -323,7 +327,14 @@ def make_train_step(
     """
     schedule = learning_rate(config.optim, config.num_steps)
 
+    def moved(state: TrainState, space: jax.memory.Space) -> TrainState:
+        if not config.optimizer_on_host:
+            return state
+        opt_state = move_optimizer_state(state.opt_state, space)
+        return dataclasses.replace(state, opt_state=opt_state)
+
     def train_step(state: TrainState, batch: PackedBatch):
+        state = moved(state, jax.memory.Space.Device)
         next_rng, rng = jax.random.split(state.rng)
         grads, sums, totals = _gradients(parts, config, loss, state, batch, rng)
         grad_norm = optax.tree.norm(grads)
@@ -348,6 +359,7 @@ def make_train_step(
         metrics = _metrics(sums, totals, config)
         metrics |= {"grad_norm": grad_norm, "lr": schedule(state.step)}
         metrics["finite"] = finite.astype(jnp.float32)
+        kept = moved(kept, jax.memory.Space.Host)
         return dataclasses.replace(kept, finite=finite), metrics
 
     return train_step
@@ -398,10 +410,13 @@ def make_init(
         model_key, rng = jax.random.split(jax.random.key(config.seed))
         params, buffers = split_model(build(model_key))
         full = cast_floats(params, jnp.float32)
+        opt_state = optimizer.init(full)
+        if config.optimizer_on_host:
+            opt_state = move_optimizer_state(opt_state, jax.memory.Space.Host)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=optimizer.init(full),
+            opt_state=opt_state,
             rng=rng,
             ema=full if config.ema_decay is not None else None,
             buffers=buffers,
@@ -416,6 +431,8 @@ def state_shardings(state: TrainState, mesh: Mesh, config: TrainConfig) -> Train
 
     Raises:
       ValueError: a mesh axis does not divide a parameter's dimension.
+      NotImplementedError: the optimizer's state is to lie on the host, and a device
+        has no pinned host memory.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     params = parameter_shardings(
@@ -423,10 +440,13 @@ def state_shardings(state: TrainState, mesh: Mesh, config: TrainConfig) -> Train
         mesh,
         replicate_indivisible=config.mesh.replicate_indivisible,
     )
+    opt_state = like_parameters(state.opt_state, params, state.params, mesh)
+    if config.optimizer_on_host:
+        opt_state = host_shardings(opt_state, state.opt_state)
     return TrainState(
         step=replicated,  # pyrefly: ignore
         params=params,  # pyrefly: ignore
-        opt_state=like_parameters(state.opt_state, params, state.params, mesh),
+        opt_state=opt_state,
         rng=replicated,  # pyrefly: ignore
         ema=params if state.ema is not None else None,  # pyrefly: ignore
         buffers=jax.tree.map(lambda _: replicated, state.buffers),
