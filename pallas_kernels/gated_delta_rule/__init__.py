@@ -5,6 +5,7 @@ from pallas_kernels.gated_delta_rule.api import (
     gated_delta_rule,
     gated_delta_rule_step,
 )
+from pallas_kernels.gated_delta_rule.tables import document_starts
 
 
-__all__ = ["choose", "gated_delta_rule", "gated_delta_rule_step"]
+__all__ = ["choose", "document_starts", "gated_delta_rule", "gated_delta_rule_step"]

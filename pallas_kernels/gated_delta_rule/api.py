@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
-from pallas_kernels.gated_delta_rule import config_mosaic, reference, xla
+from pallas_kernels.gated_delta_rule import config_mosaic, reference, tables, xla
 from pallas_kernels.gated_delta_rule.config import heuristic
 
 
@@ -22,6 +22,7 @@ def choose(
     v: Any,
     *args: Any,
     chunk_size: int = config_mosaic.CHUNK,
+    config: config_mosaic.Config | None = None,
     implementation: Implementation | None = None,
     **options: Any,
 ) -> Choice:
@@ -30,6 +31,7 @@ def choose(
     Args:
       q, k, v, *args: arrays or `jax.ShapeDtypeStruct`, as for `gated_delta_rule`.
       chunk_size: tokens per chunk.
+      config: launch parameters of "mosaic"; `None` for those of these sizes.
       implementation: the one asked for.
       **options: the other keywords of `gated_delta_rule`.
 
@@ -52,7 +54,9 @@ def choose(
         dtype=v.dtype,
     ):
         refused["mosaic"] = reason
-    return select("gated_delta_rule", implementation, refused)
+    elif config is None:
+        config = config_mosaic.heuristic(config_mosaic.shapes_of(q, v))
+    return select("gated_delta_rule", implementation, refused, config=config)
 
 
 def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
@@ -72,6 +76,17 @@ def _check_heads(k: Any, v: Any) -> None:
         raise ValueError(f"v has dtype {v.dtype}, expected a floating one")
 
 
+def _check_documents(
+    shape: tuple[int, int], is_first: jax.Array | None, starts: jax.Array | None
+) -> None:
+    if is_first is not None and starts is not None:
+        raise ValueError("is_first and starts say the same, give one of them")
+    if is_first is not None:
+        _expect("is_first", is_first, shape, jnp.bool_)
+    if starts is not None:
+        _expect("starts", starts, shape, jnp.int32)
+
+
 def gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -80,9 +95,11 @@ def gated_delta_rule(
     beta: jax.Array,
     *,
     is_first: jax.Array | None = None,
+    starts: jax.Array | None = None,
     initial_state: jax.Array | None = None,
     scale: float | None = None,
     chunk_size: int = 64,
+    config: config_mosaic.Config | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The gated delta rule over a sequence (Yang et al. 2024, arXiv 2412.06464).
@@ -99,9 +116,13 @@ def gated_delta_rule(
       g: f32[B, T, Hv], natural logarithm of the decay, <= 0.
       beta: f32[B, T, Hv], writing strength.
       is_first: bool[B, T], whether the state restarts from zero before a token.
+      starts: i32[B, T], the same as `document_starts(is_first, chunk_size)` gives it:
+        built once per batch it serves every layer. Give one of the two or neither.
       initial_state: f32[B, Hv, V, K], zeros if `None`.
       scale: factor on the output, K ** -0.5 if `None`.
       chunk_size: tokens per chunk of the chunked forms, a power of two >= 16.
+      config: launch parameters of "mosaic", `None` for those of these sizes. With
+        more than one of its `segments`, results depend on where their borders fall.
       implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has K = V = 128,
         chunks of 64 tokens, bf16 or f16, and 1 to 4 value heads per key head; any
         T >= 1 (padded to chunks) and documents that begin anywhere.
@@ -111,7 +132,8 @@ def gated_delta_rule(
       and beta = 0, such as padding, leave the state as it is.
 
     Raises:
-      ValueError: a shape, dtype or chunk size is not allowed.
+      ValueError: a shape, dtype or chunk size is not allowed, both `is_first` and
+        `starts` are given, or `config` has more segments than rows have chunks.
       NotImplementedError: the named implementation cannot run this call.
     """
     if q.ndim != 4 or v.ndim != 4:
@@ -128,41 +150,44 @@ def gated_delta_rule(
     _expect("beta", beta, (batch, time, value_heads), jnp.float32)
     if chunk_size < 16 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size is {chunk_size}, expected a power of two >= 16")
+    _check_documents((batch, time), is_first, starts)
     if is_first is None:
         is_first = jnp.zeros((batch, time), bool)
-    _expect("is_first", is_first, (batch, time), jnp.bool_)
+        if starts is not None:
+            is_first = tables.first_tokens(starts, chunk_size)
     shape = (batch, value_heads, value_dim, key_dim)
     if initial_state is None:
         initial_state = jnp.zeros(shape, jnp.float32)
     _expect("initial_state", initial_state, shape, jnp.float32)
     scale = key_dim**-0.5 if scale is None else scale
-    choice = choose(q, k, v, chunk_size=chunk_size, implementation=implementation)
+    choice = choose(
+        q, k, v, chunk_size=chunk_size, config=config, implementation=implementation
+    )
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
         from pallas_kernels.gated_delta_rule import mosaic
 
+        if starts is None:
+            starts = tables.document_starts(is_first, chunk_size)
         return mosaic.gated_delta_rule(
             q,
             k,
             v,
             g,
             beta,
-            is_first=is_first,
+            starts=starts,
             initial_state=initial_state,
             scale=scale,
+            config=choice.config,
         )
+    rest: dict[str, Any] = {
+        "is_first": is_first,
+        "initial_state": initial_state,
+        "scale": scale,
+    }
     if choice.implementation == "reference":
-        return reference.gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            is_first=is_first,
-            initial_state=initial_state,
-            scale=scale,
-        )
-    config = heuristic(
+        return reference.gated_delta_rule(q, k, v, g, beta, **rest)
+    sizes = heuristic(
         batch=batch,
         time=time,
         value_heads=value_heads,
@@ -171,17 +196,7 @@ def gated_delta_rule(
         itemsize=v.dtype.itemsize,
         chunk=chunk_size,
     )
-    return xla.gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        is_first=is_first,
-        initial_state=initial_state,
-        scale=scale,
-        config=config,
-    )
+    return xla.gated_delta_rule(q, k, v, g, beta, config=sizes, **rest)
 
 
 def gated_delta_rule_step(

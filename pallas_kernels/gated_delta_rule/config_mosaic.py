@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, tuning
+
 
 CHUNK = 64  # rows of a wgmma: other chunk lengths would need other kernels
 HEAD_DIM = 128  # K and V
@@ -52,13 +54,31 @@ class Gate(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Launch parameters that results don't depend on.
+    """Launch parameters. Results depend on `segments` alone.
 
     Attributes:
+      segments: stretches of time of each row that run side by side, see
+        `kernel_summary`; `None` lets `plan_segments` choose. A state that crosses
+        from one to the next is rounded otherwise than inside one, so with more than
+        one, a document's bits depend on where the borders fall.
+      stages: chunks in shared memory at a time in the forward kernel, 2 or 3.
+      early_values: whether the forward kernel multiplies the values with R along with
+        the first products of a chunk, one product less in the chain of those that
+        wait for each other, instead of along with the second.
       grads_warpgroups: of a block of `kernel_grads`, 2 or 4.
     """
 
+    segments: int | None = 1
+    stages: int = STAGES
+    early_values: bool = False
     grads_warpgroups: int = 2
+
+    def __post_init__(self):
+        if self.segments is not None and self.segments < 1:
+            raise ValueError(f"segments={self.segments}, allowed are >= 1 and None")
+        for name, allowed in (("stages", (2, 3)), ("grads_warpgroups", (2, 4))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value}, allowed are {allowed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,10 +113,79 @@ class Shapes:
         return self.batch * self.value_heads
 
 
+def shapes_of(q: Any, v: Any) -> Shapes:
+    """Sizes of a call with q [B, T, Hk, K] and v [B, T, Hv, V], T padded to chunks."""
+    batch, time, key_heads, key_dim = q.shape
+    return Shapes(
+        batch=batch,
+        time=-(-time // CHUNK) * CHUNK,
+        key_heads=key_heads,
+        value_heads=v.shape[2],
+        key_dim=key_dim,
+        value_dim=v.shape[3],
+        dtype=jnp.dtype(v.dtype),
+    )
+
+
+# Time of a chunk of a summary as a share of one of the forward kernel. It has two
+# thirds of the products, but as many that wait for each other.
+_SUMMARY_SHARE = 0.75
+# What a further launch, and a step of the chain between segments, cost in chunks of
+# the forward kernel.
+_LAUNCH_CHUNKS, _CHAIN_CHUNKS = 4, 4
+MAX_SEGMENTS = 16
+
+
+def plan_segments(*, items: int, chunks: int) -> int:
+    """How many segments a row should have by a model of the time it takes.
+
+    A block holds an SM for itself, so the time is the number of turns in which the
+    blocks of a launch run, times the chunks of each. One segment takes one launch of
+    `items` blocks. S of them take two, of (2 S - 3) `items` blocks that summarise and
+    S `items` that run, and a chain of S - 2 products between them. Nothing is gained
+    once `items` fill the card, or if rows are so short that the launches count.
+
+    Args:
+      items: rows times value heads.
+      chunks: of a row.
+
+    Returns:
+      The number of segments, 1 if splitting saves less than a tenth.
+    """
+
+    def turns(blocks: int) -> int:
+        return -(-blocks // hw.device().sms)
+
+    def time(segments: int) -> float:
+        length = -(-chunks // segments)
+        total = turns(segments * items) * float(length)
+        if segments > 1:
+            summaries = turns((2 * segments - 3) * items)
+            total += _SUMMARY_SHARE * summaries * length
+            total += _LAUNCH_CHUNKS + _CHAIN_CHUNKS * (segments - 2)
+        return total
+
+    best = min(range(1, min(chunks, MAX_SEGMENTS) + 1), key=time)
+    return best if time(best) < 0.9 * time(1) else 1
+
+
+def table_key(shapes: Shapes) -> str:
+    """The key of a call in `tuned/<device>/gated_delta_rule.json`."""
+    return tuning.key(
+        items=tuning.bucket(shapes.items),
+        group=shapes.group,
+        time=tuning.bucket(shapes.time),
+        dtype=jnp.dtype(shapes.dtype).name,
+    )
+
+
 def heuristic(shapes: Shapes) -> Config:
-    """Picks launch parameters: the same for all sizes so far."""
-    del shapes
-    return Config()
+    """The measured launch parameters of a call, the same for all that weren't."""
+    found = tuning.lookup("gated_delta_rule", table_key(shapes))
+    if found is None:
+        return Config()
+    names = {field.name for field in dataclasses.fields(Config)}
+    return Config(**{k: v for k, v in found.items() if k in names})
 
 
 def refusal(

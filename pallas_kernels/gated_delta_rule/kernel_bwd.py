@@ -18,6 +18,8 @@ Everything else follows from dS and dV chunk by chunk, see `kernel_grads`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,54 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import (
 )
 
 
+def gradient_pass(
+    shapes: Shapes,
+    ring: dict[str, Any],
+    d_state: jax.Array,
+    warpgroup: jax.Array,
+    emit: Callable[..., None],
+) -> jax.Array:
+    """Warpgroup that carries 64 rows of dS^T back, from the last chunk to the first.
+
+    Args:
+      shapes: sizes of the call.
+      ring: what `feed` and `mix` fill in reverse, from q, k, do, inverse and gates.
+      d_state: f32[64, K], the rows after the last chunk.
+      warpgroup: which rows.
+      emit: called in each chunk with its index, dV^T and dS^T at exit in 16 bits.
+
+    Returns:
+      The rows before the first chunk.
+    """
+    half = pl.ds(warpgroup * HALF, HALF)
+
+    def step(i, d_state):
+        slot = lax.rem(i, jnp.int32(STAGES))
+        shape = (HALF, CHUNK)
+        plgpu.barrier_wait(ring["full"].at[slot])
+        gates, k = ring["gates"].at[slot], ring["k"].at[slot]
+        at_exit = d_state.astype(shapes.dtype)
+        leave = tc.load(gates.at[Gate.LEAVE], tc.PER_COLUMN)
+        d_written = tc.mma((at_exit, k.T)) * tc.per_column(leave, shape)
+        do = ring["do"].at[slot, :, half].T
+        plgpu.barrier_wait(ring["mixed"].at[slot])
+        across = gates[Gate.ENTER, CHUNK - 1]
+        d_written, d_state = tc.mma_onto(
+            (d_written, (do, ring["scores"].at[slot])),
+            (d_state * across, (do, ring["q"].at[slot])),
+        )
+        dv = tc.mma((d_written.astype(shapes.dtype), ring["weights"].at[slot]))
+        enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
+        d_known = (-dv * tc.per_column(enter, shape)).astype(shapes.dtype)
+        d_state = tc.mma((d_known, k), init=d_state)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring["free"].at[slot])
+        emit(shapes.chunks - 1 - i, dv, at_exit)
+        return d_state
+
+    return lax.fori_loop(0, shapes.chunks, step, d_state)
+
+
 def _carry_gradient(
     sources,
     d_last_ref,
@@ -60,28 +110,7 @@ def _carry_gradient(
         half = pl.ds(warpgroup * HALF, HALF)
         dv_out, state_out = (staging[x].at[warpgroup] for x in ("dv", "d_states"))
 
-        def step(i, d_state):
-            slot = lax.rem(i, jnp.int32(STAGES))
-            chunk = shapes.chunks - 1 - i
-            shape = (HALF, CHUNK)
-            plgpu.barrier_wait(ring["full"].at[slot])
-            gates, k = ring["gates"].at[slot], ring["k"].at[slot]
-            at_exit = d_state.astype(shapes.dtype)
-            leave = tc.load(gates.at[Gate.LEAVE], tc.PER_COLUMN)
-            d_written = tc.mma((at_exit, k.T)) * tc.per_column(leave, shape)
-            do = ring["do"].at[slot, :, half].T
-            plgpu.barrier_wait(ring["mixed"].at[slot])
-            across = gates[Gate.ENTER, CHUNK - 1]
-            d_written, d_state = tc.mma_onto(
-                (d_written, (do, ring["scores"].at[slot])),
-                (d_state * across, (do, ring["q"].at[slot])),
-            )
-            dv = tc.mma((d_written.astype(shapes.dtype), ring["weights"].at[slot]))
-            enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
-            d_known = (-dv * tc.per_column(enter, shape)).astype(shapes.dtype)
-            d_state = tc.mma((d_known, k), init=d_state)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ring["free"].at[slot])
+        def emit(chunk, dv, at_exit):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             tc.store_transposed(dv_out, dv.astype(shapes.dtype))
             state_out[...] = at_exit
@@ -89,10 +118,9 @@ def _carry_gradient(
             tokens = pl.ds(row * shapes.time + chunk * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(dv_out, dv_ref.at[tokens, head, half])
             plgpu.copy_smem_to_gmem(state_out, d_states_ref.at[item, chunk, half])
-            return d_state
 
         d_state = tc.load_global(d_last_ref.at[item, half])
-        d_state = lax.fori_loop(0, shapes.chunks, step, d_state)
+        d_state = gradient_pass(shapes, ring, d_state, warpgroup, emit)
         d_initial_ref.at[item, half][...] = d_state
         plgpu.wait_smem_to_gmem(0)
 

@@ -41,6 +41,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     SQUARE,
     STAGES,
     STATE_WARPGROUPS,
+    Config,
     Gate,
     Shapes,
     Warpgroup,
@@ -72,6 +73,7 @@ def feed(
     ring: dict[str, Any],
     item: jax.Array,
     *,
+    stages: int = STAGES,
     reverse: bool = False,
 ) -> None:
     """Warpgroup that copies chunk after chunk into the ring.
@@ -80,18 +82,19 @@ def feed(
       shapes: sizes of the call.
       sources: q, k [B T, Hk, K]; v, do [B T, Hv, V]; inverse [B T, Hv, C]; gates
         f32[B Hv, T / C, len(Gate), C], those that the kernel reads, in device memory.
-      ring: the same names with STAGES slots in shared memory; barriers full, free.
+      ring: the same names with `stages` slots in shared memory; barriers full, free.
       item: row * Hv + value head.
+      stages: slots of the ring.
       reverse: whether the last chunk comes first.
     """
     row, head = tc.split_index(item, shapes.value_heads)
     key_head = lax.div(head, jnp.int32(shapes.group))
 
     def step(i, carry):
-        slot = lax.rem(i, jnp.int32(STAGES))
+        slot = lax.rem(i, jnp.int32(stages))
         chunk = shapes.chunks - 1 - i if reverse else i
 
-        @pl.when(i >= STAGES)
+        @pl.when(i >= stages)
         def _():
             plgpu.barrier_wait(ring["free"].at[slot])
 
@@ -106,12 +109,17 @@ def feed(
 
     lax.fori_loop(0, shapes.chunks, step, None)
     # Every arrival must be waited for before the block ends.
-    for i in range(max(0, shapes.chunks - STAGES), shapes.chunks):
-        plgpu.barrier_wait(ring["free"].at[i % STAGES])
+    for i in range(max(0, shapes.chunks - stages), shapes.chunks):
+        plgpu.barrier_wait(ring["free"].at[i % stages])
 
 
 def mix(
-    shapes: Shapes, scale: float, ring: dict[str, Any], *, weigh_queries: bool = False
+    shapes: Shapes,
+    scale: float,
+    ring: dict[str, Any],
+    *,
+    stages: int = STAGES,
+    weigh_queries: bool = False,
 ) -> None:
     """Warpgroup that makes R, and P if the ring has a place for it, of each chunk.
 
@@ -119,13 +127,14 @@ def mix(
       shapes: sizes of the call.
       scale: factor on the output.
       ring: what `feed` fills; weights and scores to write to; barriers full, mixed,
-        free.
+        free. Weights may lie where the inverse does.
+      stages: slots of the ring.
       weigh_queries: whether to replace Q by scale diag(enter) Q.
     """
     index = tc.square_indices(CHUNK)
 
     def step(i, carry):
-        slot = lax.rem(i, jnp.int32(STAGES))
+        slot = lax.rem(i, jnp.int32(stages))
         plgpu.barrier_wait(ring["full"].at[slot])
         gates = ring["gates"].at[slot]
         qk = None
@@ -151,18 +160,35 @@ def mix(
     lax.fori_loop(0, shapes.chunks, step, None)
 
 
-def _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit):
+def state_pass(
+    shapes: Shapes,
+    scale: float,
+    ring: dict[str, Any],
+    state: jax.Array,
+    warpgroup: jax.Array,
+    emit: Callable[..., None],
+    *,
+    stages: int = STAGES,
+    early_values: bool = False,
+) -> jax.Array:
     """Warpgroup that carries 64 rows of S^T; returns them after the last chunk.
 
     Args:
+      shapes: sizes of the call.
+      scale: factor on the output.
+      ring: what `feed` and `mix` fill; without v, the values are zero.
+      state: f32[64, K], the rows before the first chunk.
+      warpgroup: which rows.
       emit: called in each chunk with i, S^T at entry in 16 bits and O^T if there are
         scores.
+      stages: slots of the ring.
+      early_values: see `Config`.
     """
     half = pl.ds(warpgroup * HALF, HALF)
-    with_scores = "scores" in ring
+    with_scores, with_values = "scores" in ring, "v" in ring
 
     def chunk(i, state):
-        slot = lax.rem(i, jnp.int32(STAGES))
+        slot = lax.rem(i, jnp.int32(stages))
         shape = (HALF, CHUNK)
         plgpu.barrier_wait(ring["full"].at[slot])
         gates, k = ring["gates"].at[slot], ring["k"].at[slot]
@@ -171,11 +197,22 @@ def _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit):
         reads = [(entry, k.T)]
         if with_scores:
             reads.append((entry, ring["q"].at[slot].T))
-        known, *read = tc.mma_each(*reads)
-        missing = (-known * tc.per_column(enter, shape)).astype(shapes.dtype)
-        plgpu.barrier_wait(ring["mixed"].at[slot])
         weights = ring["weights"].at[slot].T
-        written = tc.mma((ring["v"].at[slot, :, half].T, weights), (missing, weights))
+        values: list[Any] = []
+        if with_values:
+            values.append((ring["v"].at[slot, :, half].T, weights))
+        if early_values:
+            plgpu.barrier_wait(ring["mixed"].at[slot])
+            known, *read = tc.mma_each(*reads, *values)
+        else:
+            known, *read = tc.mma_each(*reads)
+        missing = (-known * tc.per_column(enter, shape)).astype(shapes.dtype)
+        if early_values:
+            from_values = read.pop() if with_values else None
+            written = tc.mma((missing, weights), init=from_values)
+        else:
+            plgpu.barrier_wait(ring["mixed"].at[slot])
+            written = tc.mma(*values, (missing, weights))
         leave = tc.load(gates.at[Gate.LEAVE], tc.PER_COLUMN)
         left = (written * tc.per_column(leave, shape)).astype(shapes.dtype)
         across = gates[Gate.ENTER, CHUNK - 1]
@@ -190,16 +227,16 @@ def _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit):
         emit(i, entry, *out)
         return state
 
-    return lax.fori_loop(
-        0, shapes.chunks, chunk, tc.load_global(initial_ref.at[item, half])
-    )
+    return lax.fori_loop(0, shapes.chunks, chunk, state)
 
 
 def _chunk_fwd_kernel(
-    sources, initial_ref, out_ref, last_ref, *, ring, staging, shapes, scale
+    sources, initial_ref, out_ref, last_ref, *, ring, staging, shapes, scale, config
 ):
     """Writes O and the final state; `sources` has q, k, v, inverse and gates."""
     item = lax.axis_index("item")
+
+    ring = in_place(ring)
 
     def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
@@ -215,11 +252,21 @@ def _chunk_fwd_kernel(
                 staging.at[warpgroup], out_ref.at[tokens, head, half]
             )
 
-        state = _state_pass(shapes, scale, ring, initial_ref, item, warpgroup, emit)
-        last_ref.at[item, half][...] = state
+        last_ref.at[item, half][...] = state_pass(
+            shapes,
+            scale,
+            ring,
+            tc.load_global(initial_ref.at[item, half]),
+            warpgroup,
+            emit,
+            stages=config.stages,
+            early_values=config.early_values,
+        )
         plgpu.wait_smem_to_gmem(0)
 
-    start_warpgroups(shapes, scale, sources, ring, item, carry_state)
+    start_warpgroups(
+        shapes, scale, sources, ring, item, carry_state, stages=config.stages
+    )
 
 
 def write_states(
@@ -253,7 +300,8 @@ def write_states(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging.at[warpgroup], states_ref.at[item, i, half])
 
-        _state_pass(shapes, 1.0, ring, initial_ref, item, warpgroup, emit)
+        initial = tc.load_global(initial_ref.at[item, half])
+        state_pass(shapes, 1.0, ring, initial, warpgroup, emit)
         plgpu.wait_smem_to_gmem(0)
 
     start_warpgroups(shapes, 1.0, sources, ring, item, carry_state)
@@ -267,13 +315,14 @@ def start_warpgroups(
     item: jax.Array,
     carry_state: Callable[[jax.Array], None],
     *,
+    stages: int = STAGES,
     reverse: bool = False,
 ) -> None:
     """Gives each warpgroup of a block its part.
 
     Args:
-      shapes, scale, sources, ring, item, reverse: as for `feed` and `mix`; in reverse
-        the queries are weighed.
+      shapes, scale, sources, ring, item, stages, reverse: as for `feed` and `mix`; in
+        reverse the queries are weighed.
       carry_state: called with their index in the warpgroups that hold the state.
     """
     warpgroup = lax.axis_index("warpgroup")
@@ -281,12 +330,12 @@ def start_warpgroups(
     @pl.when(warpgroup == Warpgroup.COPY)
     def _():
         plgpu.set_max_registers(REGISTERS[Warpgroup.COPY], action="decrease")
-        feed(shapes, sources, ring, item, reverse=reverse)
+        feed(shapes, sources, ring, item, stages=stages, reverse=reverse)
 
     @pl.when(warpgroup == Warpgroup.MIX)
     def _():
         plgpu.set_max_registers(REGISTERS[Warpgroup.MIX], action="decrease")
-        mix(shapes, scale, ring, weigh_queries=reverse)
+        mix(shapes, scale, ring, stages=stages, weigh_queries=reverse)
 
     @pl.when(warpgroup < STATE_WARPGROUPS)
     def _():
@@ -294,34 +343,47 @@ def start_warpgroups(
         carry_state(warpgroup)
 
 
-def ring_scratch(shapes: Shapes, names: Sequence[str]) -> dict[str, Any]:
-    """Shared memory of a ring of the sources `names`, and its barriers."""
+def ring_scratch(
+    shapes: Shapes, names: Sequence[str], stages: int = STAGES
+) -> dict[str, Any]:
+    """Shared memory of a ring of the sources `names`, and its barriers.
+
+    A ring of more than two stages has no "weights": `in_place` puts them where the
+    inverse was, without which three stages would not fit.
+    """
     dtype = shapes.dtype
-    square = tc.operand(STAGES, *SQUARE, dtype=dtype)
+    square = tc.operand(stages, *SQUARE, dtype=dtype)
     places = {
-        "q": tc.operand(STAGES, CHUNK, shapes.key_dim, dtype=dtype),
-        "k": tc.operand(STAGES, CHUNK, shapes.key_dim, dtype=dtype),
-        "v": tc.operand(STAGES, CHUNK, shapes.value_dim, dtype=dtype),
-        "do": tc.operand(STAGES, CHUNK, shapes.value_dim, dtype=dtype),
+        "q": tc.operand(stages, CHUNK, shapes.key_dim, dtype=dtype),
+        "k": tc.operand(stages, CHUNK, shapes.key_dim, dtype=dtype),
+        "v": tc.operand(stages, CHUNK, shapes.value_dim, dtype=dtype),
+        "do": tc.operand(stages, CHUNK, shapes.value_dim, dtype=dtype),
         "inverse": square,
-        "gates": plgpu.SMEM((STAGES, len(Gate), CHUNK), jnp.float32),
+        "gates": plgpu.SMEM((stages, len(Gate), CHUNK), jnp.float32),
     }
     ring: dict[str, Any] = {name: places[name] for name in names}
-    ring["weights"] = square
+    if stages == STAGES:
+        ring["weights"] = square
     if "q" in names:
         ring["scores"] = square
     readers = 1 + STATE_WARPGROUPS
-    ring["full"] = plgpu.Barrier(num_arrivals=len(names), num_barriers=STAGES)
-    ring["mixed"] = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
-    ring["free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=STAGES)
+    ring["full"] = plgpu.Barrier(num_arrivals=len(names), num_barriers=stages)
+    ring["mixed"] = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+    ring["free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
     return ring
 
 
+def in_place(ring: dict[str, Any]) -> dict[str, Any]:
+    """The ring with weights that replace the inverse they are made of."""
+    return {"weights": ring["inverse"]} | ring
+
+
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def chunk_fwd(
     shapes: Shapes,
     scale: float,
+    config: Config,
     sources: dict[str, jax.Array],
     initial_state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -330,6 +392,7 @@ def chunk_fwd(
     Args:
       shapes: sizes of the call.
       scale: factor on the output.
+      config: launch parameters.
       sources: q, k [B T, Hk, K], v [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
       initial_state: f32[B Hv, V, K].
@@ -338,7 +401,7 @@ def chunk_fwd(
       o [B T, Hv, V] of v's dtype, final state f32[B Hv, V, K].
     """
     return launch(
-        functools.partial(_chunk_fwd_kernel, shapes=shapes, scale=scale),
+        functools.partial(_chunk_fwd_kernel, shapes=shapes, scale=scale, config=config),
         "pk_gdn_fwd",
         sources,
         (initial_state,),
@@ -348,7 +411,7 @@ def chunk_fwd(
             jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
         ),
         scratch={
-            "ring": ring_scratch(shapes, tuple(sources)),
+            "ring": ring_scratch(shapes, tuple(sources), config.stages),
             "staging": tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
         },
     )

@@ -4,10 +4,16 @@ Forward: `kernel_inverse` then `kernel_fwd`. Backward: `kernel_bwd` computes the
 at chunk entries again and runs the chunks in reverse, `kernel_grads` does the rest.
 Saved between the two are the inputs, the inverses and the decay factors; a
 `jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates".
+
+With several segments per row, `kernel_summary` runs before `kernel_fwd` and before
+`kernel_bwd`, and these see each segment as a row of its own: tokens lie in memory alike
+either way. The states that enter the segments and their maps are saved too, as
+"gdn_segments".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,12 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.gated_delta_rule import tables
+from pallas_kernels.gated_delta_rule import kernel_summary, segments, tables
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     MIN_LOG_DECAY,
+    Config,
     Shapes,
     heuristic,
+    plan_segments,
+    shapes_of,
 )
 from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd
 from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
@@ -44,6 +53,10 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
+def _only(sources: dict[str, jax.Array], *names: str) -> dict[str, jax.Array]:
+    return {name: sources[name] for name in (*names, "inverse", "gates")}
+
+
 def _prepare(shapes: Shapes, k, g, beta, start) -> tuple[jax.Array, jax.Array]:
     g = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
     inverse, gates = prepare(shapes, _flat(k), g, _by_head(shapes, beta), start)
@@ -51,12 +64,79 @@ def _prepare(shapes: Shapes, k, g, beta, start) -> tuple[jax.Array, jax.Array]:
     return inverse, checkpoint_name(gates, "gdn_gates")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rule(shapes: Shapes, scale: float, q, k, v, g, beta, start, state):
-    return _rule_forward(shapes, scale, q, k, v, g, beta, start, state)[0]
+def _merge(shapes: Shapes, states: jax.Array) -> jax.Array:
+    """[S, B Hv, V, K] to [B S Hv, V, K], segments as rows."""
+    count = states.shape[0]
+    states = states.reshape(count, -1, shapes.value_heads, *states.shape[2:])
+    return jnp.swapaxes(states, 0, 1).reshape(-1, *states.shape[3:])
 
 
-def _rule_forward(shapes: Shapes, scale: float, q, k, v, g, beta, start, state):
+def _segment_of(shapes: Shapes, config: Config, x: jax.Array, index: int) -> jax.Array:
+    """One segment of [B S Hv, V, K], as [B Hv, V, K]."""
+    x = x.reshape(-1, config.segments, shapes.value_heads, *x.shape[1:])
+    return _flat(x[:, index])
+
+
+def _entries(
+    shapes: Shapes, config: Config, sources: dict[str, jax.Array], state: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """The states that enter the segments, and the maps of those that have both ends.
+
+    Args:
+      shapes: sizes of the call with segments as rows.
+      config: launch parameters.
+      sources: k, v, inverse, gates.
+      state: f32[B Hv, V, K], that enters the rows.
+
+    Returns:
+      f32[B S Hv, V, K] and f32[S - 2, B Hv, K, K], `None` for one segment.
+    """
+    if config.segments == 1:
+        return state, None
+    after_first, inner = kernel_summary.summaries(
+        shapes, config.segments, sources, state
+    )
+    states = segments.chain(after_first, inner)
+    entries = jnp.concatenate([state[None], states])
+    named = functools.partial(checkpoint_name, name="gdn_segments")
+    return named(_merge(shapes, entries)), named(inner.through)
+
+
+def _exit_gradients(
+    shapes: Shapes,
+    scale: float,
+    config: Config,
+    sources: dict[str, jax.Array],
+    through: jax.Array | None,
+    d_last: jax.Array,
+) -> jax.Array:
+    """Gradients of the states that leave the segments, [B S Hv, V, K].
+
+    Args:
+      shapes: sizes of the call with segments as rows.
+      scale: factor on the output.
+      config: launch parameters.
+      sources: q, k, do, inverse, gates.
+      through: what `_entries` returned.
+      d_last: f32[B Hv, V, K], of the rows' final states.
+    """
+    if through is None:
+        return d_last
+    d_entries = kernel_summary.entry_gradients(
+        shapes, scale, config.segments, sources, d_last
+    )
+    d_states = segments.chain_gradients(d_entries[-1], through, d_entries[:-1])
+    return _merge(shapes, jnp.concatenate([d_states, d_last[None]]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rule(shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start, state):
+    return _rule_forward(shapes, scale, config, q, k, v, g, beta, start, state)[0]
+
+
+def _rule_forward(
+    shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start, state
+):
     inverse, gates = _prepare(shapes, k, g, beta, start)
     sources = {
         "q": _flat(q),
@@ -65,13 +145,17 @@ def _rule_forward(shapes: Shapes, scale: float, q, k, v, g, beta, start, state):
         "inverse": inverse,
         "gates": gates,
     }
-    o, last = chunk_fwd(shapes, scale, sources, _flat(state))
-    saved = (q, k, v, g, inverse, gates, state)
+    entries, through = _entries(shapes, config, _only(sources, "k", "v"), _flat(state))
+    o, last = chunk_fwd(shapes, scale, config, sources, entries)
+    last = _segment_of(shapes, config, last, -1)
+    saved = (q, k, v, g, inverse, gates, entries, through)
     return (o.reshape(v.shape), last.reshape(state.shape)), saved
 
 
-def _rule_backward(shapes: Shapes, scale: float, saved: Any, cotangents: Any):
-    q, k, v, g, inverse, gates, state = saved
+def _rule_backward(
+    shapes: Shapes, scale: float, config: Config, saved: Any, cotangents: Any
+):
+    q, k, v, g, inverse, gates, entries, through = saved
     do, d_last = cotangents
     sources = {
         "q": _flat(q),
@@ -81,11 +165,19 @@ def _rule_backward(shapes: Shapes, scale: float, saved: Any, cotangents: Any):
         "inverse": inverse,
         "gates": gates,
     }
-    states, dv, d_states, d_initial = chunk_bwd(
-        shapes, scale, sources, _flat(state), _flat(d_last)
+    d_exits = _exit_gradients(
+        shapes,
+        scale,
+        config,
+        _only(sources, "q", "k", "do"),
+        through,
+        _flat(d_last),
+    )
+    states, dv, d_states, d_entries = chunk_bwd(
+        shapes, scale, sources, entries, d_exits
     )
     between = {"dv": dv, "states": states, "d_states": d_states}
-    grads = chunk_grads(shapes, scale, heuristic(shapes), sources | between)
+    grads = chunk_grads(shapes, scale, config, sources | between)
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
     return (
@@ -95,7 +187,7 @@ def _rule_backward(shapes: Shapes, scale: float, saved: Any, cotangents: Any):
         dg,
         _by_token(shapes, grads["dbeta"]),
         None,
-        d_initial.reshape(state.shape),
+        _segment_of(shapes, config, d_entries, 0).reshape(d_last.shape),
     )
 
 
@@ -109,28 +201,38 @@ def gated_delta_rule(
     g: jax.Array,
     beta: jax.Array,
     *,
-    is_first: jax.Array,
+    starts: jax.Array,
     initial_state: jax.Array,
     scale: float,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Kernel form; arguments and results as in `api.gated_delta_rule`."""
-    batch, time, key_heads, key_dim = q.shape
-    padding = -time % CHUNK
-    if padding:
-        # Zeros in g and beta leave the state as it is.
-        q, k, v, g, beta, is_first = (
-            jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-            for x in (q, k, v, g, beta, is_first)
+    """Kernel form; arguments and results as in `api.gated_delta_rule`.
+
+    Raises:
+      ValueError: `config` has more segments than the rows have chunks.
+    """
+    batch, time = q.shape[:2]
+    shapes = shapes_of(q, v)
+    config = heuristic(shapes) if config is None else config
+    count = config.segments
+    if count is None:
+        count = plan_segments(items=shapes.items, chunks=shapes.chunks)
+    if count > shapes.chunks:
+        raise ValueError(
+            f"config has segments={count}, T = {time} has {shapes.chunks} chunks of "
+            f"{CHUNK} tokens"
         )
-    shapes = Shapes(
-        batch=batch,
-        time=time + padding,
-        key_heads=key_heads,
-        value_heads=v.shape[2],
-        key_dim=key_dim,
-        value_dim=v.shape[3],
-        dtype=jnp.dtype(v.dtype),
-    )
-    start = tables.document_starts(is_first, CHUNK)
-    o, state = _rule(shapes, scale, q, k, v, g, beta, start, initial_state)
-    return o[:, :time], state
+    config = dataclasses.replace(config, segments=count)
+    length = -(-shapes.chunks // count) * CHUNK
+    inputs = [q, k, v, g, beta]
+    if padding := count * length - time:
+        # Zeros in g and beta leave the state as it is.
+        inputs = [
+            jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+            for x in inputs
+        ]
+    inputs.append(tables.padded(starts, count * length, CHUNK))
+    inputs = [x.reshape(batch * count, length, *x.shape[2:]) for x in inputs]
+    shapes = dataclasses.replace(shapes, batch=batch * count, time=length)
+    o, state = _rule(shapes, scale, config, *inputs, initial_state)
+    return o.reshape(batch, -1, *o.shape[2:])[:, :time], state

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels._common import bench
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import (
+    document_starts,
     gated_delta_rule,
     gated_delta_rule_step,
     inverse,
@@ -169,6 +170,20 @@ def test_packed_documents_equal_separate_ones():
         alone, final = rule(*(x[:, place] for x in args))
         assert_close(o[:, place], alone, rel=1e-6)
     assert_close(state, final, rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_starts_built_once_say_what_is_first(chunk):
+    args = inputs(sum(LENGTHS))
+    _, first = _documents()
+    starts = document_starts(first, chunk)
+    same = functools.partial(xla_rule, *args, chunk_size=chunk)
+    for a, b in zip(jit(same)(starts=starts), jit(same)(is_first=first), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="give one of them"):
+        same(starts=starts, is_first=first)
+    with pytest.raises(ValueError, match="starts has shape"):
+        same(starts=starts[:, 1:])
 
 
 def test_documents_that_begin_with_a_chunk_are_bit_equal():

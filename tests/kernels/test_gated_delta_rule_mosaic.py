@@ -1,5 +1,6 @@
 """Mosaic kernels of `gated_delta_rule`, interpreted, each against the recurrence."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,16 +11,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_delta_rule
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, tuning
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.gated_delta_rule import choose, reference, tables
+from pallas_kernels.gated_delta_rule import (
+    choose,
+    config_mosaic,
+    reference,
+    tables,
+)
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     HEAD_DIM,
     Config,
     Gate,
-    Shapes,
     refusal,
 )
 
@@ -57,10 +62,14 @@ def exact(args):
     return tuple(x.astype(jnp.float32) for x in args)
 
 
-def rule(args, is_first, implementation):
+def rule(args, is_first, implementation, config=None):
     *inputs, state = args
     return gated_delta_rule(
-        *inputs, is_first=is_first, initial_state=state, implementation=implementation
+        *inputs,
+        is_first=is_first,
+        initial_state=state,
+        config=config,
+        implementation=implementation,
     )
 
 
@@ -70,12 +79,12 @@ def cotangents(args):
     return do, jax.random.normal(keys[1], args[5].shape)
 
 
-def compiled_gradients(is_first, implementation):
+def compiled_gradients(is_first, implementation, config=None):
     """A jitted function of (arguments, cotangents): see `with_gradients`."""
 
     def run(args, cotangents):
         out, pullback = jax.vjp(
-            lambda *args: rule(args, is_first, implementation), *args
+            lambda *args: rule(args, is_first, implementation, config), *args
         )
         do, d_state = cotangents
         return *out, *pullback((do.astype(out[0].dtype), d_state))
@@ -94,16 +103,7 @@ def assert_all_close(got, want, names=NAMES):
 
 
 def shapes_of(args):
-    batch, time, key_heads, key_dim = args[0].shape
-    return Shapes(
-        batch=batch,
-        time=time,
-        key_heads=key_heads,
-        value_heads=args[2].shape[2],
-        key_dim=key_dim,
-        value_dim=args[2].shape[3],
-        dtype=args[2].dtype,
-    )
+    return config_mosaic.shapes_of(args[0], args[2])
 
 
 def flat(x):
@@ -197,8 +197,13 @@ def test_starts_are_counted_inside_chunks():
     assert (start[0, CHUNK:] == tables.BEGAN_BEFORE).all()
     assert (start[1, :CHUNK] == tables.BEGAN_BEFORE).all()
     assert start[1, CHUNK : CHUNK + 3].tolist() == [0, 0, 2]
-    with pytest.raises(ValueError, match="T = 65"):
-        tables.document_starts(first(1, 65), CHUNK)
+    # The last chunk may be shorter; nothing is lost on the way.
+    part = tables.document_starts(is_first[:, : CHUNK + 9])
+    np.testing.assert_array_equal(part, start[:, : CHUNK + 9])
+    np.testing.assert_array_equal(tables.first_tokens(part, CHUNK), is_first[:, :73])
+    longer = np.asarray(tables.padded(part, 3 * CHUNK, CHUNK))
+    np.testing.assert_array_equal(longer[:, : 2 * CHUNK], start)
+    assert (longer[:, 2 * CHUNK :] == tables.BEGAN_BEFORE).all()
 
 
 def test_chunks_are_inverted_whatever_the_keys():
@@ -311,8 +316,10 @@ def test_all_gradients_are_those_of_the_recurrence():
     args = arguments()
     is_first = first(1, CHUNK, (0, 13))
     inverse, gates = prepared(args, is_first)
-    saved = (*args[:4], inverse, gates, args[5])
-    backward = functools.partial(mosaic._rule_backward, shapes_of(args), SCALE)
+    saved = (*args[:4], inverse, gates, flat(args[5]), None)
+    backward = functools.partial(
+        mosaic._rule_backward, shapes_of(args), SCALE, Config()
+    )
     with interpreted():
         *grads, none, d_initial = jax.jit(backward)(saved, cotangents(args))
     assert none is None  # for the document starts
@@ -372,6 +379,73 @@ def test_total_decay_leaves_finite_results():
     assert_all_close(got, want, NAMES[:2])
 
 
+def test_segments_side_by_side_are_the_recurrence():
+    """The middle one has both ends, the last one starts a document and is padded."""
+    config = Config(segments=3, stages=3, early_values=True)
+    args = arguments(time=2 * CHUNK + 10, decay=0.005)
+    is_first = first(1, 2 * CHUNK + 10, (0, 2 * CHUNK + 5))
+    do, d_state = cotangents(args)
+
+    def run(*args):
+        return rule(args, is_first, "mosaic", config)
+
+    with interpreted():
+        # The interpreter runs one kernel at a time, so forward and backward apart.
+        out, pullback = jax.vjp(jax.jit(run), *args)
+        jax.block_until_ready(out)
+        grads = jax.jit(lambda pullback, *d: pullback(d))(pullback, do, d_state)
+    want = with_gradients(exact(args), is_first, "reference")
+    assert_all_close((*out, *grads), want)
+
+
+def test_segments_lie_in_memory_like_rows():
+    from pallas_kernels.gated_delta_rule import mosaic
+
+    batch, count, heads = 2, 3, 2
+    shapes = dataclasses.replace(shapes_of(arguments(group=heads)), batch=batch * count)
+    # Row, segment and head of each state, in the order of tokens.
+    want = np.stack(np.unravel_index(np.arange(12), (batch, count, heads)), axis=1)
+    states = np.zeros((count, batch * heads, 1, 3), int)
+    for segment, item in np.ndindex(count, batch * heads):
+        states[segment, item, 0] = (item // heads, segment, item % heads)
+    merged = mosaic._merge(shapes, jnp.asarray(states))
+    np.testing.assert_array_equal(merged[:, 0], want)
+    config = Config(segments=count)
+    for segment in range(count):
+        part = mosaic._segment_of(shapes, config, merged, segment)
+        np.testing.assert_array_equal(part, states[segment])
+
+
+def test_segments_are_planned_to_fill_the_card():
+    plan = config_mosaic.plan_segments
+    with hw.assume() as card:
+        # A full card gains nothing, nor do rows that end before the launches pay.
+        assert plan(items=card.sms, chunks=512) == 1
+        assert plan(items=256, chunks=16) == 1
+        assert plan(items=32, chunks=4) == 1
+        for items in (8, 16, 32):
+            count = plan(items=items, chunks=512)
+            assert card.sms / 2 < count * items <= 2 * card.sms
+        assert plan(items=1, chunks=1) == 1
+    with pytest.raises(ValueError, match="segments=0"):
+        Config(segments=0)
+    with pytest.raises(ValueError, match="stages=4"):
+        Config(stages=4)
+    args = arguments()
+    with hw.assume(), pytest.raises(ValueError, match="segments=2, T = 64 has 1"):
+        rule(args, None, "mosaic", Config(segments=2))
+
+
+def test_measured_launch_parameters_are_taken(monkeypatch):
+    shapes = shapes_of(arguments(batch=2, time=100, group=3))
+    assert config_mosaic.heuristic(shapes) == Config()
+    key = "items=8,group=3,time=128,dtype=bfloat16"
+    assert config_mosaic.table_key(shapes) == key
+    table = {key: {"segments": None, "stages": 3}}
+    monkeypatch.setattr(tuning, "lookup", lambda op, key: table.get(key))
+    assert config_mosaic.heuristic(shapes) == Config(segments=None, stages=3)
+
+
 def test_limits_are_named():
     sizes = {
         "time": 64,
@@ -404,23 +478,38 @@ def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
         assert choose(*exact(args[:5])).implementation == "xla"
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_kernels_lower_for_the_card(group):
+@pytest.mark.parametrize(
+    "group, config",
+    [
+        (1, Config()),
+        (4, Config()),
+        (2, Config(segments=3, stages=3, early_values=True)),
+    ],
+)
+def test_kernels_lower_for_the_card(group, config):
     args = jax.eval_shape(lambda: arguments(batch=2, time=3 * CHUNK, group=group))
     with hw.assume():
         lowered = (
-            jax.jit(lambda *args: rule(args, None, "mosaic"))
+            jax.jit(lambda *args: rule(args, None, "mosaic", config))
             .trace(*args)
             .lower(lowering_platforms=("cuda",))
         )
     text = lowered.as_text()
     assert "pk_gdn_prepare" in text
     assert "pk_gdn_fwd" in text
+    assert ("pk_gdn_summary" in text) == (config.segments > 1)
 
 
-@pytest.mark.parametrize("kernel, warpgroups", [("bwd", 4), ("grads", 2), ("grads", 4)])
+@pytest.mark.parametrize(
+    "kernel, warpgroups",
+    [("bwd", 4), ("grads", 2), ("grads", 4), ("entry_gradients", 4)],
+)
 def test_gradient_kernels_lower_for_the_card(kernel, warpgroups):
-    from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_grads
+    from pallas_kernels.gated_delta_rule import (
+        kernel_bwd,
+        kernel_grads,
+        kernel_summary,
+    )
 
     args = jax.eval_shape(lambda: arguments(time=2 * CHUNK, group=2))
     shapes = shapes_of(args)
@@ -438,6 +527,12 @@ def test_gradient_kernels_lower_for_the_card(kernel, warpgroups):
     if kernel == "bwd":
         fn = functools.partial(kernel_bwd.chunk_bwd, shapes, SCALE)
         operands = (inputs, state, state)
+    elif kernel == "entry_gradients":
+        shapes = dataclasses.replace(shapes, batch=2, time=CHUNK)
+        fn = functools.partial(kernel_summary.entry_gradients, shapes, SCALE, 2)
+        inputs["gates"] = like(2 * items, 1, len(Gate), CHUNK, dtype=jnp.float32)
+        del inputs["v"]
+        operands = (inputs, state)
     else:
         config = Config(grads_warpgroups=warpgroups)
         fn = functools.partial(kernel_grads.chunk_grads, shapes, SCALE, config)
@@ -477,15 +572,35 @@ def model_arguments(batch, time):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch, time", [(1, 1000), (3, 512)])
-def test_model_shapes_on_the_card(batch, time):
+@pytest.mark.parametrize(
+    "batch, time, config",
+    [
+        (1, 1000, Config()),
+        (3, 512, Config()),
+        (1, 1000, Config(segments=4, stages=3, early_values=True)),
+        (1, 4096, Config(segments=None)),
+    ],
+)
+def test_model_shapes_on_the_card(batch, time, config):
     args = model_arguments(batch, time)
     starts = [(row, t) for row in range(batch) for t in (0, 130, 192, 400)]
     is_first = first(batch, time, *starts)
     # Compiled once: a hundred repeats would else compile a hundred times.
-    run, dy = compiled_gradients(is_first, "mosaic"), cotangents(args)
+    run, dy = compiled_gradients(is_first, "mosaic", config), cotangents(args)
     got = run(args, dy)
     assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
     for _ in range(100):
         for name, a, b in zip(NAMES, run(args, dy), got, strict=True):
             assert bool(jnp.array_equal(a, b)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [Config(stages=3), Config(early_values=True)])
+def test_variants_of_the_forward_have_the_same_bits(config):
+    args = model_arguments(1, 1000)
+    is_first = first(1, 1000, (0, 130), (0, 192))
+    run = jax.jit(
+        lambda args, config: rule(args, is_first, "mosaic", config), static_argnums=1
+    )
+    for a, b in zip(run(args, config), run(args, Config()), strict=True):
+        np.testing.assert_array_equal(a, b)
