@@ -5,6 +5,7 @@ Table of contents; every name is imported on first use:
 =====================  =========================================================
 ``rms_norm``           root-mean-square norm, plain, zero-centred, gated, grouped
 ``gated_delta_rule``   the Gated DeltaNet recurrence, chunked
+``gated_delta_step``   one token of a Gated DeltaNet layer, state in place
 ``causal_conv1d``      short depthwise causal convolution with state
 ``attention``          grouped-query attention over packed segments
 ``grouped_matmul``     one matrix product per expert over sorted rows
@@ -22,6 +23,7 @@ _OPS = (
     "attention",
     "causal_conv1d",
     "gated_delta_rule",
+    "gated_delta_step",
     "grouped_matmul",
     "rms_norm",
     "sort_dispatch",

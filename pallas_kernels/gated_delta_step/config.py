@@ -1,0 +1,130 @@
+"""How the `gated_delta_step` kernel tiles the state, and which tiling a call gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels._common import tuning
+
+
+HEAD_DIM = 128  # K and V
+WARPGROUP = 128  # threads
+MAX_GROUP = 8  # value heads that read one key head
+MAX_WIDTH = 8  # taps of the convolution
+PREPARED = 2  # tokens whose small vectors are in shared memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """One tiling.
+
+    Attributes:
+      rows: rows of V in a tile of the state, 32, 64 or 128.
+      stages: tiles in flight per computing warpgroup, at least 2.
+      blocks_per_sm: blocks of the persistent grid on each SM.
+      warpgroups: that compute, 1 or 2; each has heads and a ring of its own.
+      part: rows of a tile that a warpgroup has in registers at a time; each part
+        costs two barriers and `part` f32 registers a thread.
+      row_threads: neighbouring threads that share a row of K, 8 or 16.
+    """
+
+    rows: int = 64
+    stages: int = 3
+    blocks_per_sm: int = 1
+    warpgroups: int = 2
+    part: int = 64
+    row_threads: int = 8
+
+    def __post_init__(self):
+        allowed = {
+            "rows": (32, 64, 128),
+            "stages": (2, 3, 4, 5, 6, 7, 8),
+            "blocks_per_sm": (1, 2, 3, 4),
+            "warpgroups": (1, 2),
+            "part": (16, 32, 64),
+            "row_threads": (8, 16),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}, allowed are "
+                    f"{', '.join(map(str, values))}"
+                )
+        if self.rows % self.part:
+            raise ValueError(
+                f"part={self.part}, allowed are divisors of rows={self.rows}"
+            )
+
+
+def heuristic(
+    *, batch: int, key_heads: int, value_heads: int, state_dtype: Any
+) -> Config:
+    """The tiling for sizes that were not measured.
+
+    32 KB a tile either way, and all shared memory of an SM on its way at once.
+    """
+    del batch
+    rows = HEAD_DIM * 2 // jnp.dtype(state_dtype).itemsize
+    if (value_heads // key_heads) % 2 == 0:
+        return Config(rows=rows, stages=3, warpgroups=2, part=32)
+    return Config(rows=rows, stages=6, warpgroups=1, part=32)
+
+
+def table_key(*, batch: int, key_heads: int, value_heads: int, state_dtype: Any) -> str:
+    """The key of a call in `tuned/<device>/gated_delta_step.json`."""
+    return tuning.key(
+        batch=tuning.bucket(batch),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        state=jnp.dtype(state_dtype).name,
+    )
+
+
+def pick(*, batch: int, key_heads: int, value_heads: int, state_dtype: Any) -> Config:
+    """The measured tiling where there is one, else a guess."""
+    sizes = {
+        "batch": batch,
+        "key_heads": key_heads,
+        "value_heads": value_heads,
+        "state_dtype": state_dtype,
+    }
+    found = tuning.lookup("gated_delta_step", table_key(**sizes))
+    if found is None:
+        return heuristic(**sizes)
+    names = {field.name for field in dataclasses.fields(Config)}
+    return Config(**{k: v for k, v in found.items() if k in names})
+
+
+def refusal(
+    *,
+    batch: int,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    conv_width: int,
+    dtype: Any,
+    conv_dtype: Any,
+    state_dtype: Any,
+) -> str | None:
+    """Why the kernel cannot run these sizes, `None` if it can."""
+    if (key_dim, value_dim) != (HEAD_DIM, HEAD_DIM):
+        return f"K = {key_dim}, V = {value_dim}, the kernel has K = V = {HEAD_DIM}"
+    if batch < 1:
+        return f"B = {batch}, the kernel has at least one row"
+    if (group := value_heads // key_heads) > MAX_GROUP:
+        return (
+            f"{group} value heads read each key head, the kernel has 1 to {MAX_GROUP}"
+        )
+    if conv_width > MAX_WIDTH:
+        return f"W = {conv_width} taps, the kernel has 2 to {MAX_WIDTH}"
+    if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
+        return f"dtype = {name}, the kernel has float32 and bfloat16"
+    if conv_dtype != dtype:
+        return f"conv_pool.dtype = {conv_dtype}, the kernel takes qkv.dtype = {dtype}"
+    if (name := jnp.dtype(state_dtype).name) not in ("float32", "bfloat16"):
+        return f"state_pool.dtype = {name}, the kernel has float32 and bfloat16"
+    return None
