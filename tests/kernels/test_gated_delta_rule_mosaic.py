@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_delta_rule
-from pallas_kernels._common import hw, tuning
+from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import (
@@ -25,7 +25,6 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     HEAD_DIM,
     Config,
     Gate,
-    refusal,
 )
 
 
@@ -187,23 +186,6 @@ def documents():
     """Two chunks, two value heads, documents that begin inside both chunks."""
     args = arguments(time=2 * CHUNK, group=2)
     return args, first(1, 2 * CHUNK, *DOCUMENTS)
-
-
-def test_starts_are_counted_inside_chunks():
-    is_first = first(2, 2 * CHUNK, (0, 0), (0, 3), (1, CHUNK), (1, CHUNK + 2))
-    start = np.asarray(tables.document_starts(is_first, CHUNK))
-    assert start[0, :4].tolist() == [0, 0, 0, 3]
-    assert (start[0, 3:CHUNK] == 3).all()
-    assert (start[0, CHUNK:] == tables.BEGAN_BEFORE).all()
-    assert (start[1, :CHUNK] == tables.BEGAN_BEFORE).all()
-    assert start[1, CHUNK : CHUNK + 3].tolist() == [0, 0, 2]
-    # The last chunk may be shorter; nothing is lost on the way.
-    part = tables.document_starts(is_first[:, : CHUNK + 9])
-    np.testing.assert_array_equal(part, start[:, : CHUNK + 9])
-    np.testing.assert_array_equal(tables.first_tokens(part, CHUNK), is_first[:, :73])
-    longer = np.asarray(tables.padded(part, 3 * CHUNK, CHUNK))
-    np.testing.assert_array_equal(longer[:, : 2 * CHUNK], start)
-    assert (longer[:, 2 * CHUNK :] == tables.BEGAN_BEFORE).all()
 
 
 def test_chunks_are_inverted_whatever_the_keys():
@@ -396,76 +378,6 @@ def test_segments_side_by_side_are_the_recurrence():
         grads = jax.jit(lambda pullback, *d: pullback(d))(pullback, do, d_state)
     want = with_gradients(exact(args), is_first, "reference")
     assert_all_close((*out, *grads), want)
-
-
-def test_segments_lie_in_memory_like_rows():
-    from pallas_kernels.gated_delta_rule import mosaic
-
-    batch, count, heads = 2, 3, 2
-    shapes = dataclasses.replace(shapes_of(arguments(group=heads)), batch=batch * count)
-    # Row, segment and head of each state, in the order of tokens.
-    want = np.stack(np.unravel_index(np.arange(12), (batch, count, heads)), axis=1)
-    states = np.zeros((count, batch * heads, 1, 3), int)
-    for segment, item in np.ndindex(count, batch * heads):
-        states[segment, item, 0] = (item // heads, segment, item % heads)
-    merged = mosaic._merge(shapes, jnp.asarray(states))
-    np.testing.assert_array_equal(merged[:, 0], want)
-    config = Config(segments=count)
-    for segment in range(count):
-        part = mosaic._segment_of(shapes, config, merged, segment)
-        np.testing.assert_array_equal(part, states[segment])
-
-
-def test_segments_are_planned_to_fill_the_card():
-    plan = config_mosaic.plan_segments
-    with hw.assume() as card:
-        # A full card gains nothing, nor do rows that end before the launches pay.
-        assert plan(items=card.sms, chunks=512) == 1
-        assert plan(items=256, chunks=16) == 1
-        assert plan(items=32, chunks=4) == 1
-        for items in (8, 16, 32):
-            count = plan(items=items, chunks=512)
-            assert card.sms / 2 < count * items <= 2 * card.sms
-        assert plan(items=1, chunks=1) == 1
-    with pytest.raises(ValueError, match="segments=0"):
-        Config(segments=0)
-    with pytest.raises(ValueError, match="stages=4"):
-        Config(stages=4)
-    args = arguments()
-    with hw.assume(), pytest.raises(ValueError, match="segments=2, T = 64 has 1"):
-        rule(args, None, "mosaic", Config(segments=2))
-
-
-def test_measured_launch_parameters_are_taken(monkeypatch):
-    shapes = shapes_of(arguments(batch=2, time=100, group=3))
-    assert config_mosaic.heuristic(shapes) == Config()
-    key = "items=8,group=3,time=128,dtype=bfloat16"
-    assert config_mosaic.table_key(shapes) == key
-    table = {key: {"segments": None, "stages": 3}}
-    monkeypatch.setattr(tuning, "lookup", lambda op, key: table.get(key))
-    assert config_mosaic.heuristic(shapes) == Config(segments=None, stages=3)
-
-
-def test_limits_are_named():
-    sizes = {
-        "time": 64,
-        "key_heads": 2,
-        "value_heads": 4,
-        "key_dim": 128,
-        "value_dim": 128,
-        "chunk": 64,
-        "dtype": jnp.bfloat16,
-    }
-    assert refusal(**sizes) is None
-    for change, text in (
-        ({"key_dim": 64}, "K = 64"),
-        ({"value_dim": 256}, "V = 256"),
-        ({"chunk": 32}, "chunk_size = 32"),
-        ({"dtype": jnp.float32}, "float32"),
-        ({"value_heads": 10}, "5 value heads"),
-        ({"time": 0}, "T = 0"),
-    ):
-        assert text in refusal(**(sizes | change))
 
 
 def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
