@@ -340,7 +340,9 @@ def _causal_conv1d_bwd_kernel(*refs, plan: Plan, **scratch):
         """Adds what a token's dz means for the inputs under its taps."""
         terms = [taps[kept - j] * _keep(reach, j, dz) for j in range(plan.width)]
         for j in range(kept):
-            terms[j + 1] = pending[j] + terms[j + 1]
+            # The product first: where both are products the compiler fuses the left
+            # one, which is then the same wherever in a step the token stands.
+            terms[j + 1] = terms[j + 1] + pending[j]
         return terms[:kept], terms[kept]
 
     def leave(token, done, always=False):

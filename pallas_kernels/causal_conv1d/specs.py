@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
+import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels._common import timing
 
 
 if TYPE_CHECKING:
@@ -71,9 +76,21 @@ SPECS = (
     Spec(name="ci_whole", tag="ci", batch=1, time=9, dim=8, width=3, documents=0),
     # Qwen3-Next-80B-A3B: q, k, v of a layer are 8192 channels.
     Spec(name="qwen3_next", tag="model", batch=2, time=1024, dim=8192, documents=3),
-    Spec(name="qwen3_next", tag="perf", batch=4, time=8192, dim=8192, documents=3),
     Spec(
-        name="qwen3_next_whole", tag="perf", batch=4, time=8192, dim=8192, documents=0
+        name="nemotron3_mamba",
+        tag="model",
+        batch=1,
+        time=1021,  # no multiple of a step or a strip
+        dim=6144,
+        documents=4,
+        bias=True,
+    ),
+    *(
+        Spec(
+            name=name, tag="perf", batch=batch, time=8192, dim=8192, documents=documents
+        )
+        for batch in (1, 4)
+        for name, documents in (("qwen3_next", 3), ("qwen3_next_whole", 0))
     ),
     Spec(
         name="nemotron3_mamba",
@@ -145,7 +162,8 @@ def _case(spec: Spec, backward: bool) -> Case:
 
     def picked() -> str:
         arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
-        choice = api.choose(*arguments[:2])
+        x, weight, bias, *_ = arguments
+        choice = api.choose(x, weight, bias=bias if spec.bias else None)
         return str(choice.config or choice.implementation)
 
     size = f"{spec.batch}x{spec.time}x{spec.dim}"
@@ -158,5 +176,122 @@ def _case(spec: Spec, backward: bool) -> Case:
         picked=picked,
         bytes=minimal_bytes(spec, backward),
         flops=0,
-        peers={"xla": lambda: (implementation("xla"), jax.__version__)},
+        peers={
+            "xla": lambda: (implementation("xla"), jax.__version__),
+            "fla": lambda: _fla(spec, backward),
+        },
     )
+
+
+def _fla(spec: Spec, backward: bool) -> tuple[_Fla, str]:
+    if spec.documents > 1 and spec.batch > 1:
+        raise NotImplementedError("fla takes packed documents in one row")
+    names = ("fla-core", "torch", "triton")
+    version = ", ".join(f"{x} {importlib.metadata.version(x)}" for x in names)
+    return _Fla(spec, backward), version
+
+
+class _Fla:
+    """flash-linear-attention's Triton kernels, a `bench.TimedPeer`.
+
+    Args:
+      spec: the sizes.
+      backward: whether to compute gradients as well.
+
+    Raises:
+      ImportError: it, PyTorch or a GPU that PyTorch sees is missing.
+    """
+
+    def __init__(self, spec: Spec, backward: bool):
+        import torch  # pyrefly: ignore[missing-import]
+        from fla.modules.causal_conv1d import (  # pyrefly: ignore[missing-import]
+            causal_conv1d,
+        )
+
+        if not torch.cuda.is_available():
+            raise ImportError("PyTorch sees no GPU")
+        self._torch: Any = torch
+        self._op: Callable[..., Any] = causal_conv1d
+        self._spec, self._backward = spec, backward
+        self.note = "" if not backward else "gradients not checked"
+
+    def _tensor(self, x: jax.Array) -> Any:
+        dtype = getattr(self._torch, x.dtype.name)
+        host = self._torch.from_numpy(np.array(x.astype(jnp.float32)))
+        return host.cuda().to(dtype)
+
+    def _call(self, args: tuple[jax.Array, ...]) -> Callable[[], tuple[Any, ...]]:
+        torch, spec = self._torch, self._spec
+        x, weight, bias, is_first, state, dy, d_state = args
+
+        # Its states are [D, W], the oldest of which no tap reaches; only the first
+        # and the last document's are ours.
+        def by_channel(state):
+            state = jnp.pad(state, ((0, 0), (1, 0), (0, 0)))
+            return self._tensor(jnp.swapaxes(state, 1, 2)).contiguous()
+
+        initial, d_last = by_channel(state), by_channel(d_state)
+        packed = {}
+        if spec.documents > 1:
+            borders = np.flatnonzero(np.asarray(is_first)[0])
+            bounds = [0, *(int(t) for t in borders if t), spec.time]
+            rest = torch.zeros_like(initial.repeat(len(bounds) - 2, 1, 1))
+            initial, d_last = torch.cat([initial, rest]), torch.cat([rest, d_last])
+            packed["cu_seqlens"] = torch.tensor(bounds, device="cuda")
+        inputs = [self._tensor(x), self._tensor(weight).T.contiguous(), initial]
+        inputs += [self._tensor(bias)] if spec.bias else []
+        for tensor in inputs:
+            tensor.requires_grad_(self._backward)
+        cotangents = [self._tensor(dy), d_last]
+
+        def call():
+            results = self._op(
+                inputs[0],
+                inputs[1],
+                bias=inputs[3] if spec.bias else None,
+                initial_state=inputs[2],
+                output_final_state=True,
+                activation="silu",
+                **packed,
+            )
+            if self._backward:
+                return *results, *torch.autograd.grad(results, inputs, cotangents)
+            return results
+
+        return call
+
+    def results(self, args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """y and the final state."""
+        y, states, *_ = self._call(args)()
+        last = states[-args[0].shape[0] :].transpose(1, 2)[:, 1:]
+        host = (x.detach().float().cpu().numpy() for x in (y, last))
+        return tuple(jnp.asarray(x, args[0].dtype) for x in host)
+
+    def measure(
+        self, args: tuple[jax.Array, ...], runs: int = 20
+    ) -> list[timing.Timing]:
+        """Times calls with events; the median of each cache state."""
+        torch, call = self._torch, self._call(args)
+        flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        for _ in range(3):  # what is tuned or compiled on first use
+            call()
+
+        def once(before: Callable[[], Any]) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            return start.elapsed_time(end)
+
+        # A call before the timed one hides the host's part of the launch.
+        before = {"warm": call, "cold": flush.zero_}
+        return [
+            timing.Timing(
+                ms=statistics.median(once(what) for _ in range(runs)),
+                timer="cuda events",
+                cache=cache,
+            )
+            for cache, what in before.items()
+        ]

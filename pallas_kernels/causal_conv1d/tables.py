@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -36,6 +38,27 @@ def packed_reach(is_first: jax.Array) -> jax.Array:
     return jnp.sum(words, axis=2, dtype=jnp.int32)  # no two words share a bit
 
 
+def _largest(values: jax.Array, count: int) -> list[jax.Array]:
+    """The `count` largest of [B, T] along T, largest first; -1 where there are fewer.
+
+    One reduction instead of `count` that wait for each other: on a GPU, the launches
+    would take longer than the work.
+    """
+
+    def merge(a, b):
+        # The i-th largest of two sorted lists: j from one and i - j from the other.
+        top = []
+        for i in range(count):
+            parts = [b[i], a[i]]
+            parts += [jnp.minimum(a[j], b[i - 1 - j]) for j in range(i)]
+            top.append(functools.reduce(jnp.maximum, parts))
+        return tuple(top)
+
+    nothing = jnp.int32(-1)
+    operands = (values, *(jnp.full_like(values, nothing),) * (count - 1))
+    return list(jax.lax.reduce(operands, (nothing,) * count, merge, (1,)))
+
+
 def last_inputs(
     is_first: jax.Array | None,
     is_real: jax.Array | None,
@@ -49,30 +72,32 @@ def last_inputs(
     Args:
       is_first, is_real: bool[B, T] or `None`, as in `api.causal_conv1d`.
       batch, time: B, T.
-      kept: W - 1.
+      kept: W - 1, at least 1.
 
     Returns:
       i32[B, W - 1], oldest first: the last real tokens of the row's last document,
       which begins at the last `is_first`. Negative ones count back from the front of
       the row into the initial state; T stands for no input, which gives zeros.
     """
-    if is_first is None and is_real is None:
-        place = time - kept + jnp.arange(kept, dtype=jnp.int32)
-        return jnp.broadcast_to(place[None], (batch, kept))
     token = jnp.arange(time, dtype=jnp.int32)[None]
-    start = jnp.full((batch,), -kept, jnp.int32)
-    if is_first is not None:
-        start = jnp.max(jnp.where(is_first, token, -kept), axis=1, initial=-kept)
-    real = jnp.ones((batch, time), bool) if is_real is None else is_real
-    places = []
-    below = jnp.full((batch,), time, jnp.int32)
-    for _ in range(kept):
-        allowed = real & (token >= start[:, None]) & (token < below[:, None])
-        found = jnp.max(jnp.where(allowed, token, -1), axis=1, initial=-1)
-        # Once the row has no more real tokens, the state follows backwards.
-        below = jnp.where(found >= 0, found, jnp.minimum(below, 0) - 1)
-        places.append(jnp.where(below >= start, below, time))
-    return jnp.stack(places[::-1], axis=1)
+    if is_real is None:
+        newest = [jnp.full((batch,), time - 1 - i, jnp.int32) for i in range(kept)]
+        # A border further back is in front of all of these.
+        token = token[:, max(0, time - kept) :]
+        is_first = None if is_first is None else is_first[:, max(0, time - kept) :]
+    else:
+        newest = []
+        below = jnp.full((batch,), time, jnp.int32)
+        for found in _largest(jnp.where(is_real, token, -1), kept):
+            # Once the row has no more real tokens, the state follows backwards.
+            below = jnp.where(found >= 0, found, jnp.minimum(below, 0) - 1)
+            newest.append(below)
+    place = jnp.stack(newest[::-1], axis=1)
+    if is_first is None:
+        return place
+    borders = jnp.where(is_first, token, -kept)
+    start = jnp.max(borders, axis=1, keepdims=True, initial=-kept)
+    return jnp.where(place >= start, place, time)
 
 
 def take_inputs(x: jax.Array, state: jax.Array, place: jax.Array) -> jax.Array:

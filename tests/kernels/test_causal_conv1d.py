@@ -114,6 +114,35 @@ def test_state_skips_padding_and_older_documents(implementation):
     np.testing.assert_array_equal(state[4], [0 * x[4, 0], *x[4, 3:5]])
 
 
+def test_a_document_of_padding_alone_leaves_zeros():
+    """The last document counts even if none of its tokens does."""
+    x, weight = inputs(4)
+    first, real = (np.arange(4) == 2)[None], (np.arange(4) < 2)[None]
+    for implementation in ("reference", "xla"):
+        _, state = causal_conv1d(
+            x, weight, is_first=first, is_real=real, implementation=implementation
+        )
+        assert not np.any(state)
+
+
+def test_gradients_pass_through_padding():
+    x, weight = inputs(5)
+    state = np.ones((1, 3, 3), np.float32)
+    real = np.array([[True, False, True, False, False]])
+
+    @functools.partial(jit, static_argnums=0)
+    def pulled(implementation, x, state):
+        op = functools.partial(causal_conv1d, implementation=implementation)
+        _, pull = jax.vjp(
+            lambda *a: op(a[0], weight, is_real=real, initial_state=a[1]), x, state
+        )
+        return pull((x, state))
+
+    got, want = (pulled(name, x, state) for name in ("xla", "reference"))
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+
+
 def test_left_padding_before_a_document_leaves_no_trace():
     x, weight = inputs(6)
     real = (np.arange(6) >= 4)[None]
