@@ -7,13 +7,15 @@ import importlib
 
 _COMMANDS = {
     "step": "our training step against the same model in plain JAX",
+    "decode": "decoding made fast in steps, each against the bandwidth limit",
     "ablation": "train configs that differ in one thing, over seeds",
+    "offload": "layer inputs in device or host memory, a stack's gradients",
     "render": "write the README's tables from experiments/results/",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Runs `jaxaccel bench {step,ablation,render} ...`; returns the exit status.
+    """Runs `jaxaccel bench NAME ...`; returns the exit status.
 
     Raises:
       ValueError: the benchmark is unknown.

@@ -1,0 +1,143 @@
+"""The offload benchmark compares gradients before it tells a speed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaccel import benchmarks
+from jaxaccel.benchmarks import offload
+from jaxaccel.core.offload import offload_scan
+
+
+SMALL = [
+    *("--num_layers", "3", "--d_model", "16", "--d_ff", "24", "--num_heads", "2"),
+    *("--num_kv_heads", "1", "--head_dim", "8", "--dtype", "float32"),
+    *("--attention", "reference"),
+]
+STACK = offload.Stack(
+    num_layers=4,
+    tokens=16,
+    d_model=8,
+    d_ff=12,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    dtype="float32",
+    attention="reference",
+)
+
+
+class Plain(offload.Stack):
+    """Layers that compile at once."""
+
+    @property
+    def shapes(self):
+        return {"up": (self.num_layers, self.d_model, self.d_model)}
+
+    def layer(self, w, x, consts):
+        return x + jnp.tanh(x @ w["up"]), None
+
+
+def test_rows_of_all_modes(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    options = ["--tokens", "8", "--rounds", "2", "--modes", "remat,ring"]
+    assert benchmarks.main(["offload", *SMALL, *options, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["implementation"] for row in rows] == ["remat", "ring"]
+    assert all(row["ms"] > 0 and row["gradients_apart"] < 1e-5 for row in rows)
+    assert rows[0]["ratio"] == 1.0
+    assert rows[1]["planned_host_gib"] == pytest.approx(
+        3 * 8 * 16 * 4 / 2**30, rel=1e-3
+    )
+    assert rows[1]["device"]
+    assert "ring" in capsys.readouterr().out
+
+
+def test_no_speed_for_another_layers_input(monkeypatch):
+    def reversed_scan(body, ws, x, consts=(), *, mode, **options):
+        if mode == "ring":
+            ws = jax.tree.map(lambda w: w[::-1], ws)
+        return offload_scan(body, ws, x, consts, mode="remat")
+
+    monkeypatch.setattr(offload, "offload_scan", reversed_scan)
+    plain = Plain(num_layers=4, tokens=8, d_model=8, dtype="float32")
+    remat, ring = offload.measure(plain, ["remat", "ring"], rounds=2)
+    assert remat["ms"] > 0
+    assert ring["ms"] is None
+    assert ring["gradients_apart"] > 0.1
+    assert "no speed" in ring["note"]
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def full(stack, name):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte is missing")
+
+    monkeypatch.setattr(offload, "gradient_function", full)
+    plain = Plain(num_layers=4, tokens=8, d_model=8, dtype="float32")
+    (row,) = offload.measure(plain, ["remat"], rounds=2)
+    assert (row["ms"], row["note"]) == (None, "out of memory")
+
+
+def test_fingerprints_tell_a_shifted_layer():
+    grads = {
+        "w": jax.random.normal(jax.random.key(0), (3, 6, 5)),
+        "x": jnp.ones((4, 5)),
+    }
+    want = offload.fingerprint(grads)
+    assert offload.apart(offload.fingerprint(grads), want) == 0.0
+    shifted = grads | {"w": jnp.roll(grads["w"], 1, axis=0)}
+    assert offload.apart(offload.fingerprint(shifted), want) > 0.1
+    scaled = jax.tree.map(lambda g: g * 1.02, grads)
+    assert offload.apart(offload.fingerprint(scaled), want) > offload.GRADIENT_TOLERANCE
+    broken = grads | {"x": grads["x"] * jnp.nan}
+    assert np.isnan(offload.apart(offload.fingerprint(broken), want))
+
+
+@pytest.mark.parametrize("true_size", range(14))
+@pytest.mark.parametrize("first", [1, 5, 40])
+def test_the_search_finds_the_largest(true_size, first):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= true_size
+
+    found = offload.largest(fits, first, 2, 12)
+    assert found == min(true_size // 2 * 2, 12)
+    assert len(asked) == len(set(asked))
+    assert max(asked) <= 12
+
+
+def test_the_longest_sequence(monkeypatch):
+    def fake(stack, name):
+        reach = {"remat": 64, "ring": 96}[name]
+        contender = offload.Contender(name=name, host_bytes=stack.tokens)
+        return (2.0, contender) if stack.tokens <= reach else None
+
+    monkeypatch.setattr(offload, "_try", fake)
+    rows = offload.longest(STACK, ["remat", "ring"], "tokens", step=8, most=4096)
+    assert [row["tokens"] for row in rows] == [64, 96]
+    assert rows[1]["tokens_per_s"] == 48_000
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        (["ring"], "must begin with 'remat'"),
+        (["remat", "rings"], "'rings' is unknown"),
+        (["remat", "ring+graph"], r"'ring\+graph' is unknown"),
+    ],
+)
+def test_modes_are_checked_before_anything_runs(modes, message):
+    with pytest.raises(ValueError, match=message):
+        offload.measure(STACK, modes, rounds=1)
+
+
+def test_it_counts_the_operations_of_every_matrix():
+    d, f, t = 8, 12, 16
+    matrices = d * 8 + 2 * d * 4 + 8 * d + 3 * d * f
+    pairs = t * (t + 1) // 2
+    assert STACK.flops == 3 * 4 * (2 * t * matrices + 4 * pairs * 2 * 4)
