@@ -52,16 +52,23 @@ class Spec:
 
 
 def _ci(
-    name: str, out_dim: int, sizes: tuple[int, ...], *, tail: int = 0, **options: Any
+    name: str,
+    out_dim: int,
+    sizes: tuple[int, ...],
+    *,
+    in_dim: int = 24,
+    tail: int = 0,
+    dtype: str = "float32",
 ) -> Spec:
     return Spec(
         name=f"ci_{name}",
         tag="ci",
         rows=sum(sizes) + tail,
+        in_dim=in_dim,
         out_dim=out_dim,
         experts=len(sizes),
+        dtype=dtype,
         sizes=sizes,
-        **{"dtype": "float32", "in_dim": 24, **options},
     )
 
 

@@ -1,4 +1,4 @@
-"""Tiles of rows, a table of (tile, expert) tasks, and batched products over it."""
+"""Batched products: y and dx over a table of tiles and experts, dw over experts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from pallas_kernels.grouped_matmul.config import Config
 class _Tasks(NamedTuple):
     """The pairs of a tile and an expert with rows in it, expert by expert.
 
-    tile, expert i32[L]; mine bool[L, tile rows], which of the tile's rows are the
-    expert's, all false for the unused tasks at the end; task, place i32[M] and
-    routed bool[M]: the task that computes a row, and the row's place in its tile.
+    tile, expert i32[L], 0 and E - 1 for the unused tasks at the end; task, place i32[M]
+    and routed bool[M]: the task that computes a row, and the row's place in its tile.
     """
 
     tile: jax.Array
     expert: jax.Array
-    mine: jax.Array
     task: jax.Array
     place: jax.Array
     routed: jax.Array
+
+
+# A loop would be several launches for each of its dozen steps.
+_search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -44,22 +46,18 @@ def _tasks(group_sizes: jax.Array, rows: int, config: Config) -> _Tasks:
     length = tiles + experts - 1
     length = _round_up(length, min(config.slab, length))
     index = jnp.arange(length, dtype=jnp.int32)
-    expert = jnp.searchsorted(task_ends, index, side="right").astype(jnp.int32)
+    expert = _search(task_ends, index).astype(jnp.int32)
     used = expert < experts
     expert = jnp.minimum(expert, experts - 1)
     tile = jnp.where(used, first[expert] + index - task_starts[expert], 0)
-    row = tile[:, None] * config.tile + jnp.arange(config.tile, dtype=jnp.int32)[None]
-    mine = (starts[expert][:, None] <= row) & (row < ends[expert][:, None])
-
     row = jnp.arange(rows, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    owner = _search(ends, row).astype(jnp.int32)
     routed = owner < experts
     owner = jnp.minimum(owner, experts - 1)
     task = task_starts[owner] + row // config.tile - first[owner]
     return _Tasks(
         tile=tile,
         expert=expert,
-        mine=mine & used[:, None],
         task=jnp.where(routed, task, 0),
         place=row % config.tile,
         routed=routed,
@@ -115,46 +113,70 @@ def _multiply(
     return jnp.where(tasks.routed[:, None], rows, jnp.zeros((), dtype))
 
 
+def _rows(x: jax.Array, first: jax.Array, count: jax.Array, window: int) -> jax.Array:
+    """`window` rows of x from each of `first` on, zeros behind the first `count`.
+
+    Selected, not multiplied: 0 * NaN would carry one expert's NaN to another.
+
+    Args:
+      x: [M, D].
+      first, count: i32[...].
+
+    Returns:
+      [..., window, D].
+    """
+    shape = (*first.shape, window)
+    place = jax.lax.broadcasted_iota(jnp.int32, shape, first.ndim)
+    rows = x[jnp.minimum(first[..., None] + place, x.shape[0] - 1)]
+    mine = place < count[..., None]
+    return jnp.where(mine[..., None], rows, jnp.zeros((), x.dtype))
+
+
 def _weight_gradient(
-    config: Config,
-    tasks: _Tasks,
-    x: jax.Array,
-    dy: jax.Array,
-    experts: int,
+    config: Config, group_sizes: jax.Array, x: jax.Array, dy: jax.Array
 ) -> jax.Array:
-    """f32[E, K, N]; tasks are added one after another, so the order never changes."""
-    x_tiles, dy_tiles = _tiled(x, config), _tiled(dy, config)
-    before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), tasks.expert[:-1]])
-    begins = tasks.expert != before
+    """f32[E, K, N], each expert's rows added in the same order every time.
 
-    def one(carry, task):
-        total, dw = carry
-        product, expert, begins = task
-        total = jnp.where(begins, 0.0, total) + product
-        # The last write of an expert holds its whole sum.
-        dw = jax.lax.dynamic_update_index_in_dim(dw, total, expert, 0)
-        return (total, dw), None
+    The first `window` rows of an expert, which are nearly always all of them, are one
+    product of a batch. What larger experts have beyond that is added piece by piece,
+    in a loop that takes no turn if there is nothing.
+    """
+    experts, window = group_sizes.shape[0], config.window
+    ends = jnp.cumsum(group_sizes)
+    starts = ends - group_sizes
+    multiply = functools.partial(
+        jnp.einsum,
+        preferred_element_type=jnp.float32,
+        precision=_precision(x.dtype),
+    )
 
-    def slab(carry, operands):
-        tile, expert, mine, begins = operands
-        # Both sides are selected: 0 * NaN would carry one expert's NaN to another.
-        mine = mine[:, :, None]
-        xs = jnp.where(mine, x_tiles[tile], jnp.zeros((), x.dtype))
-        dys = jnp.where(mine, dy_tiles[tile], jnp.zeros((), dy.dtype))
-        products = jnp.einsum(
-            "lmk,lmn->lkn",
-            xs,
-            dys,
-            preferred_element_type=jnp.float32,
-            precision=_precision(x.dtype),
+    def slab(operands):
+        first, size = operands
+        xs, dys = (_rows(v, first, size, window) for v in (x, dy))
+        return multiply("emk,emn->ekn", xs, dys)
+
+    slabs = (experts // config.experts, config.experts)
+    dw = jax.lax.map(slab, (starts.reshape(slabs), group_sizes.reshape(slabs)))
+    dw = dw.reshape(experts, x.shape[1], dy.shape[1])
+    if window >= x.shape[0]:
+        return dw
+
+    left = jnp.maximum(group_sizes - window, 0)
+    pieces = -(-left // config.overflow)
+    piece_ends = jnp.cumsum(pieces)
+
+    def add(piece, dw):
+        expert = jnp.sum(piece_ends <= piece, dtype=jnp.int32)
+        before = piece - (piece_ends[expert] - pieces[expert])
+        passed = before * config.overflow
+        first = starts[expert] + window + passed
+        xs, dys = (
+            _rows(v, first, left[expert] - passed, config.overflow) for v in (x, dy)
         )
-        return jax.lax.scan(one, carry, (products, expert, begins))
+        total = dw[expert] + multiply("mk,mn->kn", xs, dys)
+        return jax.lax.dynamic_update_index_in_dim(dw, total, expert, 0)
 
-    shape = (x.shape[1], dy.shape[1])
-    carry = (jnp.zeros(shape, jnp.float32), jnp.zeros((experts, *shape), jnp.float32))
-    operands = _slabs(config, tasks.tile, tasks.expert, tasks.mine, begins)
-    (_, dw), _ = jax.lax.scan(slab, carry, operands)
-    return dw
+    return jax.lax.fori_loop(0, piece_ends[-1], add, dw)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -180,7 +202,7 @@ def _backward(dtype, config, residuals, dy):
     tasks = _tasks(group_sizes, x.shape[0], config)
     dy = dy.astype(x.dtype)
     dx = _multiply("lmn,lkn->lmk", config, tasks, dy, w, x.dtype)
-    dw = _weight_gradient(config, tasks, x, dy, w.shape[0])
+    dw = _weight_gradient(config, group_sizes, x, dy)
     return dx, dw.astype(w.dtype), None
 
 

@@ -13,7 +13,8 @@ from pallas_kernels.grouped_matmul import api, grouped_matmul, specs, xla
 from pallas_kernels.grouped_matmul.config import Config, heuristic
 
 
-CI = {spec.name: spec for spec in specs.specs("ci")}
+# The sizes named for the kernels are those of the kernels' own tests.
+CI = {s.name: s for s in specs.specs("ci") if not s.name.startswith("ci_kernel")}
 
 # Compiling is most of what these tests would do; speed of the result is not tested.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -57,11 +58,19 @@ def test_equals_float64(name, implementation):
     assert not np.any(dw[np.array(spec.sizes) == 0])
 
 
-@pytest.mark.parametrize(("tile", "slab"), [(16, 1), (16, 3), (32, 64), (256, 2)])
-def test_tile_and_slab_sizes_change_nothing(tile, slab, monkeypatch):
+CUTS = (
+    Config(tile=16, slab=1, window=1, experts=1, overflow=8),
+    Config(tile=16, slab=3, window=16, experts=2, overflow=16),
+    Config(tile=32, slab=64, window=31, experts=8, overflow=64),
+    Config(tile=256, slab=2, window=256, experts=4),
+)
+
+
+@pytest.mark.parametrize("config", CUTS, ids=lambda config: f"window{config.window}")
+def test_how_it_is_cut_changes_nothing(config, monkeypatch):
     spec = CI["ci_mixed"]
     args = arguments(spec)
-    monkeypatch.setattr(api, "heuristic", lambda **_: Config(tile=tile, slab=slab))
+    monkeypatch.setattr(api, "heuristic", lambda **_: config)
     got = jit(specs.run(spec, grouped_matmul, backward=True))(*args)
     for a, b in zip(got, by_hand(*args), strict=True):
         assert_close(a, b, rel=2e-6)
@@ -158,24 +167,37 @@ def test_nothing_is_as_large_as_rows_times_experts(dtype):
     assert not [e for e in equations if e.primitive.name.startswith("scatter")]
 
 
-def test_tasks_stay_within_the_static_table():
-    """Every row of every expert is in exactly one task, whatever the sizes."""
+def test_every_row_has_a_task_of_its_expert():
+    """In the static table, whatever the sizes."""
     rng = np.random.default_rng(0)
     config = Config(tile=16, slab=4)
     build = jit(lambda sizes: xla._tasks(sizes, 100, config))
     for _ in range(20):
         sizes = rng.multinomial(rng.integers(0, 101), rng.dirichlet(np.full(7, 0.3)))
-        tasks = build(sizes.astype(np.int32))
-        seen = np.zeros(112, int)
-        np.add.at(seen.reshape(7, 16), np.asarray(tasks.tile), np.asarray(tasks.mine))
-        np.testing.assert_array_equal(seen, np.arange(112) < sizes.sum())
-        assert np.all(np.diff(np.asarray(tasks.expert)) >= 0)
+        tasks = jax.tree.map(np.asarray, build(sizes.astype(np.int32)))
+        row = np.arange(100)
+        np.testing.assert_array_equal(tasks.routed, row < sizes.sum())
+        row, task = row[tasks.routed], tasks.task[tasks.routed]
+        place = tasks.place[tasks.routed]
+        np.testing.assert_array_equal(tasks.tile[task] * 16 + place, row)
+        owner = np.repeat(np.arange(7), sizes)
+        np.testing.assert_array_equal(tasks.expert[task], owner)
+        assert np.all(np.diff(tasks.expert) >= 0)
 
 
-def test_heuristic_bounds_the_slab():
-    config = heuristic(rows=81920, experts=512, in_dim=2048, out_dim=1024, itemsize=2)
+def test_heuristic_bounds_what_is_alive_at_a_time():
+    sizes = {"rows": 81920, "in_dim": 2048, "out_dim": 1024, "itemsize": 2}
+    config = heuristic(experts=512, **sizes)
     assert config.tile == 128
     assert config.slab * 2048 * 1024 * 4 <= 64 * 2**20
+    # 160 rows on average: a batch covers them and four standard deviations.
+    assert 160 + 4 * 160**0.5 <= config.window + 4 <= 160 * 1.5
+    gradients = config.experts * (2048 * 1024 * 4 + config.window * (2048 + 1024) * 2)
+    assert 128 * 2**20 <= gradients <= 256 * 2**20
+    assert 512 % config.experts == 0
+    assert heuristic(experts=7, **sizes | {"rows": 700}).experts == 7
+    assert heuristic(experts=8, **sizes | {"in_dim": 2**16}).experts == 1
+    assert heuristic(experts=1, **sizes | {"rows": 2**20}).window == 2**14
 
 
 @pytest.mark.parametrize("backward", [False, True])

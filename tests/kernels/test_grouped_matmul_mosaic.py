@@ -22,13 +22,17 @@ from pallas_kernels.grouped_matmul.tasks import Column
 
 
 KERNEL = {s.name: s for s in specs.specs("ci") if s.name.startswith("ci_kernel")}
-# Two blocks, so that each of them has several tiles.
-SMALL = hw.Device(kind=hw.H200.kind, sms=2, smem_bytes=hw.H200.smem_bytes)
+
+
+def card(sms):
+    """A small one, so that a block has several tiles."""
+    return hw.Device(kind=hw.H200.kind, sms=sms, smem_bytes=hw.H200.smem_bytes)
 
 
 @pytest.fixture
-def small_card():
-    with hw.assume(SMALL), interpreted():
+def one_block():
+    # The interpreter compiles a kernel anew for each warpgroup of each block.
+    with hw.assume(card(1)), interpreted():
         yield
 
 
@@ -36,11 +40,10 @@ def arguments(spec, seed=0):
     return [np.array(a) for a in spec.arguments(jax.random.key(seed))]
 
 
-def run(spec, args, times=1):
-    """`times` times y, dx, dw."""
+def run(spec, args):
     op = functools.partial(grouped_matmul, implementation="mosaic")
-    both = jax.jit(specs.run(spec, op, backward=True))
-    return [[np.asarray(a) for a in both(*args)] for _ in range(times)]
+    out = jax.jit(specs.run(spec, op, backward=True))(*args)
+    return [np.asarray(a) for a in out]
 
 
 def by_hand(x, w, sizes, dy):
@@ -74,27 +77,16 @@ def assert_experts_close(got, want, sizes, except_for=()):
             assert not np.any(got[2][expert])
 
 
-def test_equals_float64_whatever_lies_behind_the_rows(small_card):
-    """And twice the same bits."""
-    spec = KERNEL["ci_kernel_narrow"]
-    x, w, sizes, dy = arguments(spec)
-    behind = sum(spec.sizes)
-    x[behind:] = dy[behind:] = np.nan
-    got, again = run(spec, (x, w, sizes, dy), 2)
-    assert_experts_close(got, by_hand(x, w, sizes, dy), sizes)
-    for a, b in zip(got, again, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_nan_of_one_expert_stays_there(small_card):
-    """In its rows, which share tiles with its neighbours' rows, and its weights."""
+def test_every_expert_on_its_own_whatever_the_others_hold(one_block):
+    """NaN in one expert's rows, which share tiles with its neighbours', in its weights,
+    and behind the last expert."""
     spec = KERNEL["ci_kernel_borders"]
     x, w, sizes, dy = arguments(spec)
     want = by_hand(x, w, sizes, dy)
     ends = borders(sizes)
     x[ends[2] - 1] = dy[ends[1]] = np.nan
-    w[1] = np.nan
-    (got,) = run(spec, (x, w, sizes, dy))
+    x[ends[-1] :] = dy[ends[-1] :] = w[1] = np.nan
+    got = run(spec, (x, w, sizes, dy))
     assert_experts_close(got, want, sizes, except_for=[1])
     assert np.isnan(got[2][1]).all()
     assert np.isnan(got[0][ends[1] : ends[2]]).all()
@@ -107,46 +99,59 @@ TILES = (
 )
 
 
-@pytest.mark.parametrize(
-    "what, tile",
-    [
-        ("y", TILES[0]),
-        ("dx", TILES[1]),
-        ("y", TILES[2]),
-        ("dw", TILES[0]),
-        ("dw", TILES[2]),
-    ],
-    ids=lambda value: getattr(value, "split", value),
-)
-def test_however_it_is_cut(what, tile, small_card):
-    """Results in f32, which leave in other pieces than those of 16 bits."""
+def single(what, tile, spec, args, dtype):
+    """One of the three products, cut as `tile` says."""
     from pallas_kernels.grouped_matmul import kernel, kernel_wgrad
 
-    spec = KERNEL["ci_kernel_empty"]
-    x, w, sizes, dy = arguments(spec)
-    y, dx, dw = by_hand(x, w, sizes, dy)
+    x, w, sizes, dy = args
     call = {
         "rows": spec.rows,
         "experts": spec.experts,
         "dtype": x.dtype,
-        "out_dtype": jnp.dtype(jnp.float32),
+        "out_dtype": jnp.dtype(dtype),
         "tile": tile,
     }
+    dims = spec.in_dim, spec.out_dim
     if what == "dw":
-        plan = kernel_wgrad.WeightGradient(
-            in_dim=spec.in_dim, out_dim=spec.out_dim, **call
-        )
-        got, want = kernel_wgrad.weight_gradient(plan, x, dy, sizes), dw
-    else:
-        back = what == "dx"
-        depth, columns = spec.in_dim, spec.out_dim
-        if back:
-            depth, columns = columns, depth
-        plan = kernel.Product(depth=depth, columns=columns, transposed=back, **call)
-        got = kernel.product(plan, dy if back else x, w, sizes)
-        want = dx if back else y
-    assert got.dtype == jnp.float32
-    assert_close(got, want, rel=1e-6, name=what)
+        plan = kernel_wgrad.WeightGradient(in_dim=dims[0], out_dim=dims[1], **call)
+        return kernel_wgrad.weight_gradient(plan, x, dy, sizes)
+    back = what == "dx"
+    depth, columns = reversed(dims) if back else dims
+    plan = kernel.Product(depth=depth, columns=columns, transposed=back, **call)
+    return kernel.product(plan, dy if back else x, w, sizes)
+
+
+def cut(what, tile, sms, spec, dtype=jnp.bfloat16):
+    with hw.assume(card(sms)), interpreted():
+        return np.asarray(single(what, tile, spec, arguments(spec), dtype))
+
+
+@pytest.mark.parametrize(
+    "what, tile, name",
+    [
+        ("y", TILES[0], "ci_kernel_empty"),
+        ("dx", TILES[1], "ci_kernel_empty"),
+        ("dw", TILES[0], "ci_kernel_narrow"),
+        ("dw", TILES[2], "ci_kernel_empty"),
+    ],
+    ids=["y-rows", "dx-columns", "dw-rows", "dw-tiles"],
+)
+def test_however_it_is_cut(what, tile, name):
+    spec = KERNEL[name]
+    got = cut(what, tile, 1, spec)
+    want = by_hand(*arguments(spec))[("y", "dx", "dw").index(what)]
+    empty = np.array(spec.sizes) == 0
+    assert_close(got, want, name=what)
+    assert what != "dw" or not np.any(got[empty])
+
+
+def test_blocks_share_the_tiles_and_give_the_same_bits():
+    """Results in f32, which leave in other pieces than those of 16 bits."""
+    spec = KERNEL["ci_kernel_narrow"]
+    one, two = (cut("y", TILES[2], sms, spec, jnp.float32) for sms in (1, 2))
+    assert one.dtype == np.float32
+    assert_close(one, by_hand(*arguments(spec))[0], rel=1e-6)
+    np.testing.assert_array_equal(one, two)
 
 
 def tiles_of(table, count):
