@@ -5,7 +5,19 @@ from pallas_kernels.gated_delta_rule.api import (
     gated_delta_rule,
     gated_delta_rule_step,
 )
+from pallas_kernels.gated_delta_rule.api_segments import entry_gradients, summaries
+from pallas_kernels.gated_delta_rule.segments import Summary, chain, chain_gradients
 from pallas_kernels.gated_delta_rule.tables import document_starts
 
 
-__all__ = ["choose", "document_starts", "gated_delta_rule", "gated_delta_rule_step"]
+__all__ = [
+    "Summary",
+    "chain",
+    "chain_gradients",
+    "choose",
+    "document_starts",
+    "entry_gradients",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "summaries",
+]

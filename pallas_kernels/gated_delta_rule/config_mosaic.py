@@ -89,6 +89,7 @@ class Shapes:
       batch, time, key_heads, value_heads, key_dim, value_dim: B, T, Hk, Hv, K, V;
         T is a multiple of 64.
       dtype: of q, k, v and o.
+      segments: neighbouring rows that are one row of the caller's, cut in time.
     """
 
     batch: int
@@ -98,6 +99,7 @@ class Shapes:
     key_dim: int
     value_dim: int
     dtype: Any
+    segments: int = 1
 
     @property
     def chunks(self) -> int:

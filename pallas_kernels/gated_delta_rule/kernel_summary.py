@@ -15,6 +15,9 @@ The gradient of the state runs through the segments in reverse with the same
 `through`. What is missing is the gradient that a segment's outputs send to the state
 before it: a pass of `kernel_bwd` without its outputs, started from zero; in the last
 segment, from the gradient of the final state.
+
+A row of one segment is what a device has of longer rows: there the first segment has
+both maps and no initial state, and the last one sends its gradient like the others.
 """
 
 from __future__ import annotations
@@ -44,10 +47,10 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import (
 from pallas_kernels.gated_delta_rule.segments import Summary
 
 
-def _place(shapes: Shapes, segments: int, unit: jax.Array, segment: jax.Array):
+def _place(shapes: Shapes, unit: jax.Array, segment: jax.Array):
     """Item of a segment of (row, head) number `unit` where segments are rows."""
     row, head = tc.split_index(unit, shapes.value_heads)
-    return (row * segments + segment) * shapes.value_heads + head
+    return (row * shapes.segments + segment) * shapes.value_heads + head
 
 
 def _rows_of_identity(warpgroup: jax.Array, key_dim: int) -> jax.Array:
@@ -63,14 +66,19 @@ def _nothing(*args: Any) -> None:
 
 
 def _summary_kernel(
-    sources, initial_ref, out_ref, *, ring, through_full, shapes, segments
+    sources, initial_ref, out_ref, *, ring, through_full, shapes, written
 ):
-    """Blocks of `written` come first, segment by segment, then those of `through`."""
+    """Blocks of `written` come first, segment by segment, then those of `through`.
+
+    Args:
+      written: how many segments have one, from the first on.
+    """
     block = lax.axis_index("item")
-    part, unit = tc.split_index(block, shapes.items // segments)
+    part, unit = tc.split_index(block, shapes.items // shapes.segments)
+    first_through = shapes.segments - written
 
     def carry(names, ring, segment, initial):
-        item = _place(shapes, segments, unit, segment)
+        item = _place(shapes, unit, segment)
 
         def carry_state(warpgroup):
             half = pl.ds(warpgroup * HALF, HALF)
@@ -86,13 +94,13 @@ def _summary_kernel(
         is_first = (part == 0).astype(jnp.float32)
         return tc.load_global(initial_ref.at[unit, half]) * is_first
 
-    @pl.when(part < segments - 1)
+    @pl.when(part < written)
     def _():
         carry(sources, ring, part, from_initial)
 
-    if segments > 2:
+    if first_through < written:
 
-        @pl.when(part >= segments - 1)
+        @pl.when(part >= written)
         def _():
             # The same memory; fewer copies arrive.
             names = ("k", "inverse", "gates")
@@ -100,24 +108,49 @@ def _summary_kernel(
             carry(
                 names,
                 fewer | {"full": through_full},
-                part - (segments - 2),
+                part - written + first_through,
                 lambda warpgroup, half: _rows_of_identity(warpgroup, shapes.key_dim),
             )
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
 @functools.partial(jax.jit, static_argnums=(0, 1))
+def _maps(
+    shapes: Shapes,
+    written: int,
+    sources: dict[str, jax.Array],
+    initial_state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`written` of the first so many segments, and `through` of as many less those
+    that it leaves out at the end, which are left out at the front."""
+    units, value_dim, key_dim = initial_state.shape
+    parts = 2 * written - (shapes.segments - written)
+    full = plgpu.Barrier(num_arrivals=3, num_barriers=STAGES)
+    (out,) = launch(
+        functools.partial(_summary_kernel, shapes=shapes, written=written),
+        "pk_gdn_summary",
+        sources,
+        (initial_state,),
+        blocks=parts * units,
+        out_type=(
+            jax.ShapeDtypeStruct((parts * units, value_dim, key_dim), jnp.float32),
+        ),
+        scratch={"ring": ring_scratch(shapes, tuple(sources)), "through_full": full},
+    )
+    out = out.reshape(parts, units, value_dim, key_dim)
+    return out[:written], out[written:]
+
+
 def summaries(
     shapes: Shapes,
-    segments: int,
     sources: dict[str, jax.Array],
     initial_state: jax.Array,
 ) -> tuple[jax.Array, Summary]:
     """Summarises the segments that others follow.
 
     Args:
-      shapes: sizes of the call with each segment as a row of its own.
-      segments: S, of a row of the caller's, at least 2.
+      shapes: sizes of the call with each segment as a row of its own, S of them at
+        least 2.
       sources: k [B T, Hk, K], v [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them for `shapes`.
       initial_state: f32[B Hv, V, K], one for each row of the caller's.
@@ -126,33 +159,25 @@ def summaries(
       The state after segment 0, f32[B Hv, V, K]; and the summary of segments 1 to
       S - 2, f32[S - 2, B Hv, ...].
     """
-    units, value_dim, key_dim = initial_state.shape
-    blocks = (2 * segments - 3) * units
-    full = plgpu.Barrier(num_arrivals=3, num_barriers=STAGES)
-    (out,) = launch(
-        functools.partial(_summary_kernel, shapes=shapes, segments=segments),
-        "pk_gdn_summary",
-        sources,
-        (initial_state,),
-        blocks=blocks,
-        out_type=(jax.ShapeDtypeStruct((blocks, value_dim, key_dim), jnp.float32),),
-        scratch={"ring": ring_scratch(shapes, tuple(sources)), "through_full": full},
-    )
-    out = out.reshape(2 * segments - 3, units, value_dim, key_dim)
-    inner = Summary(through=out[segments - 1 :], written=out[1 : segments - 1])
-    return out[0], inner
+    written, through = _maps(shapes, shapes.segments - 1, sources, initial_state)
+    return written[0], Summary(through=through, written=written[1:])
 
 
-def _entry_gradient_kernel(
-    sources, d_last_ref, out_ref, *, ring, shapes, scale, segments
-):
+def row_summary(shapes: Shapes, sources: dict[str, jax.Array]) -> Summary:
+    """Summarises whole rows, f32[B Hv, ...]; arguments as for `summaries`."""
+    nothing = jnp.zeros((shapes.items, shapes.value_dim, shapes.key_dim), jnp.float32)
+    written, through = _maps(shapes, 1, sources, nothing)
+    return Summary(through=through[0], written=written[0])
+
+
+def _entry_gradient_kernel(sources, d_last_ref, out_ref, *, ring, shapes, scale, first):
     block = lax.axis_index("item")
-    part, unit = tc.split_index(block, shapes.items // segments)
-    item = _place(shapes, segments, unit, part + 1)
+    part, unit = tc.split_index(block, shapes.items // shapes.segments)
+    item = _place(shapes, unit, part + first)
 
     def carry_state(warpgroup):
         half = pl.ds(warpgroup * HALF, HALF)
-        is_last = (part == segments - 2).astype(jnp.float32)
+        is_last = (part + first == shapes.segments - 1).astype(jnp.float32)
         d_state = tc.load_global(d_last_ref.at[unit, half]) * is_last
         out_ref.at[block, half][...] = gradient_pass(
             shapes, ring, d_state, warpgroup, _nothing
@@ -162,11 +187,10 @@ def _entry_gradient_kernel(
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def entry_gradients(
     shapes: Shapes,
     scale: float,
-    segments: int,
     sources: dict[str, jax.Array],
     d_last: jax.Array,
 ) -> jax.Array:
@@ -175,20 +199,24 @@ def entry_gradients(
     Args:
       shapes: sizes of the call with each segment as a row of its own.
       scale: factor on the output.
-      segments: S, of a row of the caller's, at least 2.
       sources: q, k [B T, Hk, K], do [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them for `shapes`.
       d_last: f32[B Hv, V, K], gradient of the final state of the caller's rows.
 
     Returns:
       f32[S - 1, B Hv, V, K] for segments 1 to S - 1: of the last one with all that
-      follows, of the others what their own outputs send.
+      follows, of the others what their own outputs send. A row of one segment has
+      that of segment 0, f32[1, B Hv, V, K].
     """
     units, value_dim, key_dim = d_last.shape
-    blocks = (segments - 1) * units
+    first = min(1, shapes.segments - 1)
+    blocks = (shapes.segments - first) * units
     (out,) = launch(
         functools.partial(
-            _entry_gradient_kernel, shapes=shapes, scale=scale, segments=segments
+            _entry_gradient_kernel,
+            shapes=shapes,
+            scale=scale,
+            first=first,
         ),
         "pk_gdn_entry_gradients",
         sources,
@@ -197,4 +225,4 @@ def entry_gradients(
         out_type=(jax.ShapeDtypeStruct((blocks, value_dim, key_dim), jnp.float32),),
         scratch={"ring": ring_scratch(shapes, tuple(sources))},
     )
-    return out.reshape(segments - 1, units, value_dim, key_dim)
+    return out.reshape(shapes.segments - first, units, value_dim, key_dim)

@@ -71,31 +71,28 @@ def _merge(shapes: Shapes, states: jax.Array) -> jax.Array:
     return jnp.swapaxes(states, 0, 1).reshape(-1, *states.shape[3:])
 
 
-def _segment_of(shapes: Shapes, config: Config, x: jax.Array, index: int) -> jax.Array:
+def _segment_of(shapes: Shapes, x: jax.Array, index: int) -> jax.Array:
     """One segment of [B S Hv, V, K], as [B Hv, V, K]."""
-    x = x.reshape(-1, config.segments, shapes.value_heads, *x.shape[1:])
+    x = x.reshape(-1, shapes.segments, shapes.value_heads, *x.shape[1:])
     return _flat(x[:, index])
 
 
 def _entries(
-    shapes: Shapes, config: Config, sources: dict[str, jax.Array], state: jax.Array
+    shapes: Shapes, sources: dict[str, jax.Array], state: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """The states that enter the segments, and the maps of those that have both ends.
 
     Args:
       shapes: sizes of the call with segments as rows.
-      config: launch parameters.
       sources: k, v, inverse, gates.
       state: f32[B Hv, V, K], that enters the rows.
 
     Returns:
       f32[B S Hv, V, K] and f32[S - 2, B Hv, K, K], `None` for one segment.
     """
-    if config.segments == 1:
+    if shapes.segments == 1:
         return state, None
-    after_first, inner = kernel_summary.summaries(
-        shapes, config.segments, sources, state
-    )
+    after_first, inner = kernel_summary.summaries(shapes, sources, state)
     states = segments.chain(after_first, inner)
     entries = jnp.concatenate([state[None], states])
     named = functools.partial(checkpoint_name, name="gdn_segments")
@@ -105,7 +102,6 @@ def _entries(
 def _exit_gradients(
     shapes: Shapes,
     scale: float,
-    config: Config,
     sources: dict[str, jax.Array],
     through: jax.Array | None,
     d_last: jax.Array,
@@ -115,16 +111,13 @@ def _exit_gradients(
     Args:
       shapes: sizes of the call with segments as rows.
       scale: factor on the output.
-      config: launch parameters.
       sources: q, k, do, inverse, gates.
       through: what `_entries` returned.
       d_last: f32[B Hv, V, K], of the rows' final states.
     """
     if through is None:
         return d_last
-    d_entries = kernel_summary.entry_gradients(
-        shapes, scale, config.segments, sources, d_last
-    )
+    d_entries = kernel_summary.entry_gradients(shapes, scale, sources, d_last)
     d_states = segments.chain_gradients(d_entries[-1], through, d_entries[:-1])
     return _merge(shapes, jnp.concatenate([d_states, d_last[None]]))
 
@@ -145,9 +138,9 @@ def _rule_forward(
         "inverse": inverse,
         "gates": gates,
     }
-    entries, through = _entries(shapes, config, _only(sources, "k", "v"), _flat(state))
+    entries, through = _entries(shapes, _only(sources, "k", "v"), _flat(state))
     o, last = chunk_fwd(shapes, scale, config, sources, entries)
-    last = _segment_of(shapes, config, last, -1)
+    last = _segment_of(shapes, last, -1)
     saved = (q, k, v, g, inverse, gates, entries, through)
     return (o.reshape(v.shape), last.reshape(state.shape)), saved
 
@@ -168,7 +161,6 @@ def _rule_backward(
     d_exits = _exit_gradients(
         shapes,
         scale,
-        config,
         _only(sources, "q", "k", "do"),
         through,
         _flat(d_last),
@@ -187,11 +179,23 @@ def _rule_backward(
         dg,
         _by_token(shapes, grads["dbeta"]),
         None,
-        _segment_of(shapes, config, d_entries, 0).reshape(d_last.shape),
+        _segment_of(shapes, d_entries, 0).reshape(d_last.shape),
     )
 
 
 _rule.defvjp(_rule_forward, _rule_backward)
+
+
+def _padded_rows(
+    inputs: tuple[jax.Array, ...], starts: jax.Array, time: int
+) -> list[jax.Array]:
+    """Tokens and starts padded at the end, where they leave the state as it is."""
+    padding = time - starts.shape[1]
+    rows = [
+        jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)) if padding else x
+        for x in inputs
+    ]
+    return [*rows, tables.padded(starts, time, CHUNK)]
 
 
 def gated_delta_rule(
@@ -222,17 +226,46 @@ def gated_delta_rule(
             f"config has segments={count}, T = {time} has {shapes.chunks} chunks of "
             f"{CHUNK} tokens"
         )
-    config = dataclasses.replace(config, segments=count)
     length = -(-shapes.chunks // count) * CHUNK
-    inputs = [q, k, v, g, beta]
-    if padding := count * length - time:
-        # Zeros in g and beta leave the state as it is.
-        inputs = [
-            jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-            for x in inputs
-        ]
-    inputs.append(tables.padded(starts, count * length, CHUNK))
+    inputs = _padded_rows((q, k, v, g, beta), starts, count * length)
     inputs = [x.reshape(batch * count, length, *x.shape[2:]) for x in inputs]
-    shapes = dataclasses.replace(shapes, batch=batch * count, time=length)
+    shapes = dataclasses.replace(
+        shapes, batch=batch * count, time=length, segments=count
+    )
     o, state = _rule(shapes, scale, config, *inputs, initial_state)
     return o.reshape(batch, -1, *o.shape[2:])[:, :time], state
+
+
+def summaries(
+    k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *, starts: jax.Array
+) -> segments.Summary:
+    """What each row does to a state; see `api_segments.summaries`."""
+    shapes = shapes_of(k, v)
+    k, v, g, beta, starts = _padded_rows((k, v, g, beta), starts, shapes.time)
+    inverse, gates = _prepare(shapes, k, g, beta, starts)
+    sources = {"k": _flat(k), "v": _flat(v), "inverse": inverse, "gates": gates}
+    maps = kernel_summary.row_summary(shapes, sources)
+    heads = (shapes.batch, shapes.value_heads)
+    return segments.Summary(*(x.reshape(*heads, *x.shape[1:]) for x in maps))
+
+
+def entry_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    do: jax.Array,
+    *,
+    starts: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """What outputs send to the state before; see `api_segments.entry_gradients`."""
+    shapes = shapes_of(k, do)
+    q, k, g, beta, do, starts = _padded_rows((q, k, g, beta, do), starts, shapes.time)
+    inverse, gates = _prepare(shapes, k, g, beta, starts)
+    sources = {"q": _flat(q), "k": _flat(k), "do": _flat(do)}
+    sources |= {"inverse": inverse, "gates": gates}
+    state = (shapes.batch, shapes.value_heads, shapes.value_dim, shapes.key_dim)
+    nothing = jnp.zeros((shapes.items, *state[2:]), jnp.float32)
+    d_entry = kernel_summary.entry_gradients(shapes, scale, sources, nothing)
+    return d_entry.reshape(state)

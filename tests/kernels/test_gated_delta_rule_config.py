@@ -18,7 +18,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
 )
 
 
-def shapes(batch, time, heads):
+def shapes(batch, time, heads, segments=1):
     return Shapes(
         batch=batch,
         time=time,
@@ -27,6 +27,7 @@ def shapes(batch, time, heads):
         key_dim=128,
         value_dim=128,
         dtype=jnp.dtype("bfloat16"),
+        segments=segments,
     )
 
 
@@ -54,7 +55,7 @@ def test_segments_lie_in_memory_like_rows():
     from pallas_kernels.gated_delta_rule import mosaic
 
     batch, count, heads = 2, 3, 2
-    rows = shapes(batch * count, CHUNK, heads)
+    rows = shapes(batch * count, CHUNK, heads, segments=count)
     # Row, segment and head of each state, in the order of tokens.
     want = np.stack(np.unravel_index(np.arange(12), (batch, count, heads)), axis=1)
     states = np.zeros((count, batch * heads, 1, 3), int)
@@ -62,9 +63,8 @@ def test_segments_lie_in_memory_like_rows():
         states[segment, item, 0] = (item // heads, segment, item % heads)
     merged = mosaic._merge(rows, jnp.asarray(states))
     np.testing.assert_array_equal(merged[:, 0], want)
-    config = Config(segments=count)
     for segment in range(count):
-        part = mosaic._segment_of(rows, config, merged, segment)
+        part = mosaic._segment_of(rows, merged, segment)
         np.testing.assert_array_equal(part, states[segment])
 
 

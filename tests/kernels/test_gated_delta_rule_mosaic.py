@@ -17,7 +17,9 @@ from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import (
     choose,
     config_mosaic,
+    entry_gradients,
     reference,
+    summaries,
     tables,
 )
 from pallas_kernels.gated_delta_rule.config_mosaic import (
@@ -380,6 +382,26 @@ def test_segments_side_by_side_are_the_recurrence():
     assert_all_close((*out, *grads), want)
 
 
+def test_rows_are_summarised_for_other_devices():
+    args = arguments(time=CHUNK - 7, decay=0.005)
+    is_first = first(1, CHUNK - 7)
+    do, _ = cotangents(args)
+
+    def passes(q, k, v, g, beta, do, implementation):
+        rest = {"is_first": is_first, "implementation": implementation}
+        through, written = summaries(k, v, g, beta, **rest)
+        # One after the other: the interpreter runs one kernel at a time.
+        q, written = jax.lax.optimization_barrier((q, written))
+        entry = entry_gradients(q, k, g, beta, do, scale=SCALE, **rest)
+        return through, written, entry
+
+    with interpreted():
+        got = jax.jit(passes, static_argnums=6)(*args[:5], do, "mosaic")
+    want = passes(*exact(args[:5]), do.astype(jnp.float32), "xla")
+    for a, b, name in zip(got, want, ("through", "written", "entry"), strict=True):
+        assert_close(a, b, rel=5e-3, block_rel=np.inf, name=name)
+
+
 def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
     args = arguments()
     with pytest.raises(NotImplementedError, match="Hopper"):
@@ -440,8 +462,8 @@ def test_gradient_kernels_lower_for_the_card(kernel, warpgroups):
         fn = functools.partial(kernel_bwd.chunk_bwd, shapes, SCALE)
         operands = (inputs, state, state)
     elif kernel == "entry_gradients":
-        shapes = dataclasses.replace(shapes, batch=2, time=CHUNK)
-        fn = functools.partial(kernel_summary.entry_gradients, shapes, SCALE, 2)
+        shapes = dataclasses.replace(shapes, batch=2, time=CHUNK, segments=2)
+        fn = functools.partial(kernel_summary.entry_gradients, shapes, SCALE)
         inputs["gates"] = like(2 * items, 1, len(Gate), CHUNK, dtype=jnp.float32)
         del inputs["v"]
         operands = (inputs, state)

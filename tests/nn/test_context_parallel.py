@@ -1,0 +1,163 @@
+"""Time sharded over devices equals one device: results and every gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaccel.nn import context_parallel
+from jaxaccel.nn.context_parallel import TimeSharding
+from pallas_kernels import causal_conv1d, gated_delta_rule
+from pallas_kernels._common.testing import assert_close
+
+
+B, T, HK, HV, K, V, W = 2, 96, 2, 4, 16, 24, 4
+NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
+
+
+def make_sharding(devices, rows=1, heads=1):
+    """`devices` along time, and more along rows and heads."""
+    count = devices * rows * heads
+    grid = np.asarray(jax.devices()[:count]).reshape(rows, devices, heads)
+    mesh = jax.sharding.Mesh(grid, ("data", "time", "tensor"))
+    return TimeSharding(
+        mesh=mesh, axis="time", batch_axes=("data",), head_axes=("tensor",)
+    )
+
+
+def first(*starts):
+    is_first = np.zeros((B, T), bool)
+    for row, token in starts:
+        is_first[row, token] = True
+    return is_first
+
+
+# At 4 devices a part has 24 tokens, at 2 it has 48. Row 0: a document over three
+# borders; row 1: one that begins at a border, one of a single token before a border.
+DOCUMENTS = first((0, 0), (0, 7), (1, 24), (1, 47), (1, 48), (1, 60))
+
+
+def tokens(padding=0):
+    """q, k, v, g, beta, initial state; one head never forgets, so that leaks show."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, B, T, HK, K), np.float32)
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.standard_normal((B, T, HV, V), np.float32)
+    g = -0.1 * rng.random((B, T, HV), np.float32)
+    g[..., 0] = 0.0
+    beta = rng.random((B, T, HV), np.float32)
+    state = rng.standard_normal((B, HV, V, K), np.float32)
+    if padding:
+        g[0, T - padding :], beta[0, T - padding :] = 0.0, 0.0
+    return q, k, v, g, beta, state
+
+
+def with_gradients(rule, args, is_first):
+    """o, final state and the six gradients."""
+    rng = np.random.default_rng(1)
+    do = rng.standard_normal((B, T, HV, V), np.float32)
+    d_state = rng.standard_normal((B, HV, V, K), np.float32)
+
+    @jax.jit
+    def run(args, is_first, cotangents):
+        def op(*args):
+            *inputs, state = args
+            return rule(
+                *inputs,
+                is_first=is_first,
+                initial_state=state,
+                chunk_size=16,
+                implementation="xla",
+            )
+
+        out, pullback = jax.vjp(op, *args)
+        return *out, *pullback(cotangents)
+
+    return run(args, is_first, (do, d_state))
+
+
+@functools.cache
+def on_one_device(padding):
+    return with_gradients(gated_delta_rule, tokens(padding), DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    "devices, rows, heads, padding", [(2, 1, 1, 0), (4, 1, 1, 60), (2, 2, 2, 60)]
+)
+def test_the_rule_equals_one_device_with_all_gradients(devices, rows, heads, padding):
+    # 60 tokens of padding leave two of four devices without a token of row 0.
+    sharding = make_sharding(devices, rows, heads)
+    rule = functools.partial(context_parallel.gated_delta_rule, sharding=sharding)
+    got = with_gradients(rule, tokens(padding), DOCUMENTS)
+    for name, a, b in zip(NAMES, got, on_one_device(padding), strict=True):
+        assert_close(a, b, rel=1e-5, name=name)
+
+
+def test_a_document_sees_nothing_of_what_other_devices_have_before_it():
+    """Bits do not change when everything before a border does."""
+    sharding = make_sharding(4)
+    is_first = first((0, 48), (1, 48))
+    rule = jax.jit(
+        functools.partial(
+            context_parallel.gated_delta_rule,
+            sharding=sharding,
+            is_first=is_first,
+            implementation="xla",
+        )
+    )
+    *args, _ = tokens()
+    changed = [np.concatenate([-x[:, :48], x[:, 48:]], axis=1) for x in args[:3]]
+    (o, state), (other, last) = rule(*args), rule(*changed, *args[3:])
+    np.testing.assert_array_equal(o[:, 48:], other[:, 48:])
+    np.testing.assert_array_equal(state, last)
+    assert np.any(np.asarray(o[:, :48]) != np.asarray(other[:, :48]))
+
+
+@pytest.mark.parametrize("devices, rows, heads", [(2, 1, 1), (4, 2, 1), (2, 1, 2)])
+def test_the_convolution_equals_one_device_with_all_gradients(devices, rows, heads):
+    rng = np.random.default_rng(2)
+    dim = 6
+    x, dy = rng.standard_normal((2, B, T, dim), np.float32)
+    weight = rng.standard_normal((W, dim), np.float32)
+    bias = rng.standard_normal((dim,), np.float32)
+    state = rng.standard_normal((B, W - 1, dim), np.float32)
+
+    def run(conv):
+        def op(x, weight, bias, state):
+            return conv(
+                x,
+                weight,
+                bias=bias,
+                is_first=DOCUMENTS,
+                initial_state=state,
+                activation="silu",
+                implementation="xla",
+            )
+
+        y, pullback = jax.vjp(op, x, weight, bias, state)
+        return y, *pullback(dy)
+
+    sharding = make_sharding(devices, rows, heads)
+    sharded = functools.partial(context_parallel.causal_conv1d, sharding=sharding)
+    got = jax.jit(lambda: run(sharded))()
+    want = jax.jit(lambda: run(lambda *args, **kw: causal_conv1d(*args, **kw)[0]))()
+    names = ("y", "dx", "dweight", "dbias", "dinitial")
+    for name, a, b in zip(names, got, want, strict=True):
+        assert_close(a, b, rel=1e-6, name=name)
+
+
+def test_errors_name_the_value():
+    sharding = make_sharding(4)
+    *args, _ = tokens()
+    short = [x[:, :95] for x in args]
+    with pytest.raises(ValueError, match="T = 95 has no 4 equal parts"):
+        context_parallel.gated_delta_rule(*short, sharding=sharding)
+    x, weight = jnp.zeros((1, 8, 2)), jnp.zeros((4, 2))
+    with pytest.raises(ValueError, match="leaves 2 tokens each"):
+        context_parallel.causal_conv1d(x, weight, sharding=sharding)
+    with pytest.raises(ValueError, match="'expert' is no axis of the mesh"):
+        TimeSharding(mesh=sharding.mesh, axis="expert")
+    with pytest.raises(ValueError, match="twice"):
+        TimeSharding(mesh=sharding.mesh, axis="time", batch_axes=("time",))
