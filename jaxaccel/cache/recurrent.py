@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.gated_delta_step import Pending
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class RecurrentCache:
 
     Attributes:
       conv: [B, W - 1, C], the last inputs of the short convolution, newest last.
-      state: f32[B, Hv, V, K], the associative memory.
+      state: [B, Hv, V, K], the associative memory, f32 or bf16.
     """
 
     conv: jax.Array
@@ -33,9 +35,24 @@ class RecurrentCache:
         value_dim: int,
         key_dim: int,
         dtype: DTypeLike,
+        state_dtype: DTypeLike = jnp.float32,
     ) -> Self:
         """Makes the state before any token; `dtype` is that of `conv` alone."""
         return cls(
             conv=jnp.zeros((batch, conv_width - 1, channels), dtype),
-            state=jnp.zeros((batch, num_value_heads, value_dim, key_dim), jnp.float32),
+            state=jnp.zeros((batch, num_value_heads, value_dim, key_dim), state_dtype),
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingRecurrent:
+    """Tokens that one Gated DeltaNet layer has seen but not kept.
+
+    Attributes:
+      cache: the state before them.
+      tokens: what they would write.
+    """
+
+    cache: RecurrentCache
+    tokens: Pending

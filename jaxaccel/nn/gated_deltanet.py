@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +12,23 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxaccel.cache.recurrent import RecurrentCache
+from jaxaccel.cache.recurrent import PendingRecurrent, RecurrentCache
 from jaxaccel.data.batch import PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm, l2_normalize
 from pallas_kernels.causal_conv1d import causal_conv1d
-from pallas_kernels.gated_delta_rule import (
-    gated_delta_rule,
-    gated_delta_rule_step,
+from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.gated_delta_step import (
+    Layer,
+    gated_delta_commit,
+    gated_delta_step,
+    gated_delta_verify,
 )
 
 
 _DT_INITS = ("inverse_softplus", "ones")
+_STATE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class GatedDeltaNetConfig:
       dt_init: "inverse_softplus", so that softplus(dt_bias) is log-uniform in
         [1e-3, 0.1] (flash-linear-attention's layer, after Mamba); or "ones"
         (Hugging Face Qwen3-Next).
+      state_dtype: of the state that a cache keeps, "float32" or "bfloat16"; what is
+        computed with it is f32 either way.
     """
 
     num_key_heads: int
@@ -53,6 +60,7 @@ class GatedDeltaNetConfig:
     chunk_size: int = 64
     allow_negative_eigenvalues: bool = False
     dt_init: str = "inverse_softplus"
+    state_dtype: str = "float32"
 
     def __post_init__(self):
         for name in (
@@ -80,6 +88,11 @@ class GatedDeltaNetConfig:
             raise ValueError(
                 f"GatedDeltaNetConfig: dt_init={self.dt_init!r} is unknown, allowed "
                 f"are {', '.join(map(repr, _DT_INITS))}"
+            )
+        if self.state_dtype not in _STATE_DTYPES:
+            raise ValueError(
+                f"GatedDeltaNetConfig: state_dtype={self.state_dtype!r} is unknown, "
+                f"allowed are {', '.join(map(repr, _STATE_DTYPES))}"
             )
 
     @property
@@ -170,6 +183,11 @@ class GatedDeltaNet(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.conv_implementation = implementation_of("causal_conv1d", implementation)
         self.rule_implementation = implementation_of("gated_delta_rule", implementation)
+        self.step_implementation = implementation_of("gated_delta_step", implementation)
+        # An op of its own, which has no "mosaic" yet: naming that for steps is no
+        # word about it.
+        exact = self.step_implementation == "reference"
+        self.verify_implementation: Any = "reference" if exact else None
 
     def init_cache(
         self, batch: int, max_length: int, dtype: DTypeLike
@@ -185,6 +203,7 @@ class GatedDeltaNet(nnx.Module):
             config.value_dim,
             config.key_dim,
             dtype,
+            config.state_dtype,
         )
 
     def gates(self, x: jax.Array, meta: PackingMetadata) -> tuple[jax.Array, jax.Array]:
@@ -228,9 +247,11 @@ class GatedDeltaNet(nnx.Module):
           [B, T, D] in the compute dtype, and the state after the last real token
           (`None` without a cache).
         """
-        del length
         config = self.config
         batch, time, _ = x.shape
+        if cache is not None and time == 1:
+            return self._step(x, meta, cache)
+        del length
         if meta.ids_are_given:
             x = jnp.where(meta.is_real[:, :, None], x, jnp.zeros((), x.dtype))
         # One document per row from an empty state never restarts inside the row.
@@ -253,27 +274,113 @@ class GatedDeltaNet(nnx.Module):
         k = l2_normalize(k.reshape(key_heads)).astype(self.dtype)  # [B, T, Hk, K]
         value_heads = (batch, time, config.num_value_heads, config.value_dim)
         v = v.reshape(value_heads)  # [B, T, Hv, V]
-        if cache is not None and time == 1:
-            o, state = gated_delta_rule_step(
-                q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state
-            )
-            o = o[:, None]
-        else:
-            o, state = gated_delta_rule(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                is_first=meta.is_first if restarts else None,
-                initial_state=None if cache is None else cache.state,
-                chunk_size=config.chunk_size,
-                implementation=self.rule_implementation,
-            )
+        state = None if cache is None else cache.state.astype(jnp.float32)
+        o, state = gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            is_first=meta.is_first if restarts else None,
+            initial_state=state,
+            chunk_size=config.chunk_size,
+            implementation=self.rule_implementation,
+        )
         o = checkpoint_name(o, "gdn_out")  # [B, T, Hv, V]
         z = self.z_proj(x).reshape(value_heads)
         o = self.norm(o, gate=z, norm_before_gate=True)
         y = self.out_proj(o.reshape(batch, time, -1))
         if cache is None:
             return y, None
+        state = state.astype(cache.state.dtype)
         return y, RecurrentCache(conv=conv.astype(cache.conv.dtype), state=state)
+
+    def _layer(self) -> Layer:
+        """The parameters that decoding needs between the projections."""
+        return Layer(
+            conv_weight=self.conv_kernel[...].astype(self.dtype),
+            A_log=self.A_log[...],
+            dt_bias=self.dt_bias[...],
+            norm_scale=self.norm.scale[...],
+            key_heads=self.config.num_key_heads,
+            norm_eps=self.norm.eps,
+            negative_eigenvalues=self.config.allow_negative_eigenvalues,
+        )
+
+    def _projections(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """qkv, a, b, z of [B, T, D], as decoding takes them."""
+        a = self.a_proj(x, out_dtype=jnp.float32)
+        b = self.b_proj(x, out_dtype=jnp.float32)
+        return self.qkv_proj(x), a, b, self.z_proj(x)
+
+    def _step(
+        self, x: jax.Array, meta: PackingMetadata, cache: RecurrentCache
+    ) -> tuple[jax.Array, RecurrentCache]:
+        """One token, see `__call__`; a padded row keeps its cache and gives zeros."""
+        qkv, a, b, z = (p[:, 0] for p in self._projections(x))
+        y, conv, state = gated_delta_step(
+            qkv,
+            a,
+            b,
+            z,
+            self._layer(),
+            cache.conv,
+            cache.state,
+            is_real=meta.is_real[:, 0] if meta.ids_are_given else None,
+            is_first=meta.is_first[:, 0],
+            implementation=self.step_implementation,
+        )
+        return self.out_proj(y[:, None]), RecurrentCache(conv=conv, state=state)
+
+    def verify(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: RecurrentCache,
+        length: jax.Array | None = None,
+    ) -> tuple[jax.Array, PendingRecurrent]:
+        """Mixes tokens of which only a prefix may be kept, for speculative decoding.
+
+        Args:
+          x: [B, T, D], each row its document's next tokens, then padding if any.
+          meta: as for `__call__`; only the first token may begin a document.
+          cache: state left by earlier calls.
+          length: unused, taken so that all mixers are called alike.
+
+        Returns:
+          [B, T, D] in the compute dtype, and what `commit` needs. Padding and what
+          stands behind it gets values without meaning.
+        """
+        del length
+        qkv, a, b, z = self._projections(x)
+        y, pending = gated_delta_verify(
+            qkv,
+            a,
+            b,
+            z,
+            self._layer(),
+            cache.conv,
+            cache.state,
+            is_first=meta.is_first[:, 0],
+            implementation=self.verify_implementation,
+        )
+        return self.out_proj(y), PendingRecurrent(cache=cache, tokens=pending)
+
+    def commit(self, pending: PendingRecurrent, accepted: jax.Array) -> RecurrentCache:
+        """Keeps the first of the tokens that `verify` has seen.
+
+        Args:
+          pending: of `verify`.
+          accepted: i32[B], how many to keep, 0 to T; 0 leaves a row's cache as it was.
+
+        Returns:
+          The cache as if the accepted tokens alone had been read.
+        """
+        conv, state = gated_delta_commit(
+            pending.tokens,
+            accepted,
+            pending.cache.conv,
+            pending.cache.state,
+            implementation=self.verify_implementation,
+        )
+        return RecurrentCache(conv=conv, state=state)

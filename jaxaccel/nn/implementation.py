@@ -10,6 +10,7 @@ OPS = (
     "attention",
     "causal_conv1d",
     "gated_delta_rule",
+    "gated_delta_step",
     "grouped_matmul",
     "rms_norm",
     "sort_dispatch",

@@ -222,10 +222,9 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
         if begins is not None:
             zero = jnp.zeros((HEAD_DIM,), plan.dtype)
             inputs = [jnp.where(begins, zero, w) for w in inputs[:-1]] + inputs[-1:]
-        total = sum(
-            x.astype(jnp.float32) * tap.astype(jnp.float32)
-            for x, tap in zip(inputs, taps, strict=True)
-        )
+        total = jnp.zeros((HEAD_DIM,), jnp.float32)
+        for x, tap in zip(inputs, taps, strict=True):
+            total = total + x.astype(jnp.float32) * tap.astype(jnp.float32)
         value = (total * _sigmoid(total)).astype(plan.dtype)
         shared["channels"].at[at, index][...] = value
         for j in range(last):

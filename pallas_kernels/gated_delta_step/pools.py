@@ -63,6 +63,8 @@ def put(
         if live is None:
             return rows
         return jnp.where(live.reshape(_column(rows)), rows, pool)
+    if live is None:
+        live = slots >= 0
     # Rows left out get places of their own outside of the pool: all are distinct.
     outside = pool.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
     places = jnp.where(live, slots, outside)

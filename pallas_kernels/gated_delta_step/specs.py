@@ -71,9 +71,12 @@ class Spec:
 
     def layer(self, *parameters: jax.Array) -> Layer:
         """The layer of conv_weight, A_log, dt_bias, norm_scale."""
-        names = ("conv_weight", "A_log", "dt_bias", "norm_scale")
+        conv_weight, A_log, dt_bias, norm_scale = parameters
         return Layer(
-            **dict(zip(names, parameters, strict=True)),
+            conv_weight=conv_weight,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            norm_scale=norm_scale,
             key_heads=self.key_heads,
             negative_eigenvalues=self.negative_eigenvalues,
         )
@@ -101,12 +104,19 @@ class Spec:
             state.astype(self.state_dtype),
             *parameters,
         )
+        return (
+            arguments if self.slots is None else (*arguments, jnp.asarray(self.slots))
+        )
+
+    @property
+    def slots(self) -> np.ndarray | None:
+        """i32[B], the last slot first; `None` where row b is at slot b."""
         if not (self.spare or self.skipped):
-            return arguments
-        slots = (count - 1 - np.arange(self.batch)).astype(np.int32)
+            return None
+        slots = self.batch + self.spare - 1 - np.arange(self.batch, dtype=np.int32)
         if self.skipped:
             slots[1] = -1
-        return *arguments, jnp.asarray(slots)
+        return slots
 
 
 def _qwen3_next(tag: str, batch: int, **options: Any) -> Spec:

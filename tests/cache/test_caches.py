@@ -60,6 +60,9 @@ def test_cache_keeps_its_dtype():
     assert recurrent.conv.dtype == jnp.bfloat16
     assert recurrent.state.shape == (2, 1, 5, 6)
     assert recurrent.state.dtype == jnp.float32
+    low = RecurrentCache.empty(2, 4, 3, 1, 5, 6, jnp.float32, jnp.bfloat16)
+    assert low.state.dtype == jnp.bfloat16
+    assert low.conv.dtype == jnp.float32
 
 
 def test_reset_empties_the_named_rows_alone():
@@ -70,7 +73,7 @@ def test_reset_empties_the_named_rows_alone():
 
     fresh = (
         KVCache.empty(2, 3, 1, 1, 1, jnp.float32),
-        RecurrentCache.empty(2, 4, 3, 1, 5, 6, jnp.float32),
+        RecurrentCache.empty(2, 4, 3, 1, 5, 6, jnp.float32, jnp.bfloat16),
     )
     layers = tuple(filled(2, empty) for empty in fresh)
     cache = DecoderCache(layers=layers, length=jnp.array([3, 3], jnp.int32))

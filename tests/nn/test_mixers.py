@@ -1,5 +1,8 @@
 """What every mixer must obey: one call, several calls, packed, padded, all the same."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -247,6 +250,78 @@ def test_low_precision_keeps_f32_where_it_must(build, kind, x):
         assert gate.dtype == jnp.float32
 
 
+def _verify_and_commit(module):
+    """(x, cache, accepted, length) -> (y of all tokens, the cache of the kept ones)."""
+    graphdef, state = nnx.split(module)
+
+    def run(state, x, cache, accepted, length):
+        module = nnx.merge(graphdef, state)
+        meta = packing_metadata(x.shape[:2], cached_length=length)
+        y, pending = module.verify(x, meta, cache, length)
+        return y, module.commit(pending, accepted)
+
+    return functools.partial(jax.jit(run), state)
+
+
+@pytest.mark.parametrize("start", [0, 6])
+def test_kept_drafts_are_as_if_read_one_by_one(build, start):
+    mixer = Mixer(build(_make("gdn")))
+    drafts, rows = 4, 5
+    # One row for each number of drafts that may be kept.
+    x = jax.random.normal(jax.random.key(1), (rows, start + drafts + 1, D))
+    one = jnp.ones((rows, 1), jnp.int32)
+    cache, length = mixer.empty(rows)
+    caches, outputs = [cache], []
+    for t in range(start + drafts):
+        y, cache, length = mixer.cached(
+            mixer.state, x[:, t : t + 1], one, cache, length
+        )
+        caches.append(cache)
+        outputs.append(y)
+    kept = jnp.arange(rows, dtype=jnp.int32)
+    length = jnp.full((rows,), start, jnp.int32)
+    y, cache = _verify_and_commit(mixer.module)(
+        x[:, start : start + drafts], caches[start], kept, length
+    )
+    same(y, jnp.concatenate(outputs[start:], axis=1))
+    want = [
+        jax.tree.map(lambda leaf, r=row: leaf[r], caches[start + row])
+        for row in range(rows)
+    ]
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *want)
+    same(cache, want)
+    for got, old in zip(
+        jax.tree.leaves(cache), jax.tree.leaves(caches[start]), strict=True
+    ):
+        np.testing.assert_array_equal(got[0], old[0])
+    # A step without drafts after it.
+    last, after = x[:, -1:], length + kept
+    got = mixer.cached(mixer.state, last, one, cache, after)
+    same(got, mixer.cached(mixer.state, last, one, want, after))
+
+
+def test_a_bfloat16_state_is_kept_as_such_and_read_in_f32(build, x):
+    results = {}
+    for dtype in ("float32", "bfloat16"):
+        config = dataclasses.replace(GDN, state_dtype=dtype)
+        mixer = Mixer(build(lambda rngs, c=config: GatedDeltaNet(c, D, rngs=rngs)))
+        cache, length = mixer.empty(2)
+        whole = jax.eval_shape(
+            mixer.cached, mixer.state, x, only([T, T]), cache, length
+        )
+        assert whole[1].state.dtype == cache.state.dtype == jnp.dtype(dtype)
+        outputs, one = [], jnp.ones((2, 1), jnp.int32)
+        for t in range(12):
+            y, cache, length = mixer.cached(
+                mixer.state, x[:, t : t + 1], one, cache, length
+            )
+            outputs.append(y)
+        assert cache.state.dtype == jnp.dtype(dtype)
+        results[dtype] = np.asarray(jnp.concatenate(outputs, axis=1))
+    error = np.linalg.norm(results["bfloat16"] - results["float32"])
+    assert 1e-5 < error / np.linalg.norm(results["float32"]) < 1e-2
+
+
 def test_gates_stand_still_on_padding(build, x):
     module = build(_make("gdn"))
     segments = only([5, T])
@@ -304,6 +379,7 @@ def _gdn(**changes):
         (_gdn, {"conv_width": 1}, "conv_width=1"),
         (_gdn, {"dt_init": "zeros"}, "dt_init='zeros'"),
         (_gdn, {"chunk_size": 0}, "chunk_size=0"),
+        (_gdn, {"state_dtype": "float16"}, "state_dtype='float16'"),
     ],
 )
 def test_bad_configs_raise(make, changes, message):
