@@ -255,21 +255,20 @@ def test_every_config_fits_and_lowers_for_the_card(what, tile):
 
 
 def test_layers_of_equal_sizes_share_their_kernels():
-    spec = next(s for s in specs.specs("perf") if s.name == "qwen3_next_up")
-    x, w, sizes, dy = jax.eval_shape(spec.arguments, jax.random.key(0))
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    x, w = like((4096, 512)), like((16, 512, 512))
 
-    def two_layers(x, w, sizes, dy):
-        y = grouped_matmul(x, w, sizes, implementation="mosaic")
-        back = jnp.swapaxes(w, 1, 2)
-        y = grouped_matmul(y, back, sizes, implementation="mosaic")
-        y = grouped_matmul(y, w, sizes, implementation="mosaic")
-        return jnp.sum((y * dy).astype(jnp.float32))
+    def layers(x, w, sizes):
+        for _ in range(3):
+            x = grouped_matmul(x, w, sizes, implementation="mosaic")
+        return jnp.sum(x.astype(jnp.float32))
 
+    sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
     with hw.assume():
-        traced = jax.jit(jax.grad(two_layers, argnums=(0, 1))).trace(x, w, sizes, dy)
+        traced = jax.jit(jax.grad(layers, argnums=(0, 1))).trace(x, w, sizes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Two shapes of each product, whatever the number of layers.
-    assert text.count("custom_call @mosaic_gpu") == 6
+    # One of y, dx and dw each, whatever the number of layers.
+    assert text.count("custom_call @mosaic_gpu") == 3
 
 
 def test_without_a_measured_row_nothing_picks_the_kernels():
