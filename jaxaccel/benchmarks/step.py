@@ -21,6 +21,11 @@ import numpy as np
 from flax import nnx
 
 from jaxaccel.benchmarks import plain_jax, results
+from jaxaccel.benchmarks.guards import (
+    KernelMissing,
+    implementations_used,
+    require_kernels,
+)
 from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.config.registry import Experiment
 from jaxaccel.core.devices import device_peak
@@ -32,6 +37,7 @@ from jaxaccel.models.describe import describe
 from jaxaccel.training.optim import make_optimizer
 from jaxaccel.training.step import make_init, make_train_step
 from pallas_kernels._common.bench import digits, stamp
+from pallas_kernels._common.dispatch import recorded_choices
 
 
 LOSS_TOLERANCE = 2e-3
@@ -48,6 +54,7 @@ class Contender:
       state: what `advance` takes and returns.
       compile_seconds: of tracing and compiling.
       peak_bytes: arguments, results and temporaries of the compiled step.
+      runs: op -> implementation that was traced.
       losses: of the steps done so far.
       step_ms: device and host time of a step, one entry per round.
       dispatch_ms: host time until a step's call returned, one entry per round. On a
@@ -62,6 +69,7 @@ class Contender:
     state: Any
     compile_seconds: float
     peak_bytes: int
+    runs: dict[str, str] = dataclasses.field(default_factory=dict)
     losses: list[float] = dataclasses.field(default_factory=list)
     step_ms: list[float] = dataclasses.field(default_factory=list)
     dispatch_ms: list[float] = dataclasses.field(default_factory=list)
@@ -104,7 +112,9 @@ def ours(experiment: Experiment, batch: PackedBatch) -> tuple[Contender, ModelPa
     optimizer = make_optimizer(train.optim, train.num_steps)
     state = jax.jit(make_init(build, optimizer, train))()
     step = jax.jit(make_train_step(parts, optimizer, train), donate_argnums=0)
-    step, seconds, peak = compiled(step, state, batch)
+    with recorded_choices() as choices:
+        step, seconds, peak = compiled(step, state, batch)
+    require_kernels(step.as_text(), experiment.require)
 
     def advance(state, batch):
         state, metrics = step(state, batch)
@@ -116,6 +126,7 @@ def ours(experiment: Experiment, batch: PackedBatch) -> tuple[Contender, ModelPa
         state=state,
         compile_seconds=seconds,
         peak_bytes=peak,
+        runs=implementations_used(choices),
     )
     return contender, parts
 
@@ -203,6 +214,7 @@ def measure(
 
     Raises:
       ValueError: the experiment accumulates gradients.
+      KernelMissing: a kernel of `experiment.require` is not in our step.
     """
     if experiment.train.accumulation != 1:
         raise ValueError(
@@ -267,6 +279,7 @@ def summary(
                 "first_loss": digits(contender.losses[0], 6),
                 "last_loss": digits(contender.losses[-1], 6),
                 "parameters": about.total.params,
+                "runs": contender.runs,
                 "note": "" if agree else f"losses differ by {apart:.1e}: no speed",
             }
         )
@@ -291,7 +304,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The command line; exit status 1 if the two losses disagree."""
+    """The command line; exit status 1 if losses disagree or a kernel is missing."""
     parser = argparse.ArgumentParser(prog="jaxaccel bench step", description=__doc__)
     add_options(parser)
     parser.add_argument(
@@ -301,9 +314,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     experiment = load_experiment(options.gin_file, options.gin_bindings)
     workload = pathlib.PurePath(options.gin_file[0]).with_suffix("").as_posix()
-    rows = measure(
-        experiment, workload=workload, rounds=options.rounds, steps=options.steps
-    )
+    try:
+        rows = measure(
+            experiment, workload=workload, rounds=options.rounds, steps=options.steps
+        )
+    except KernelMissing as error:
+        print(f"nothing is measured: {error}")
+        return 1
     about = stamp(options.commit)
     rows = [{**row, **about} for row in rows]
     results.write(options.json, rows)

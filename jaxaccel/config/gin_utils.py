@@ -95,6 +95,43 @@ def read_experiment(
     search_paths: Sequence[str | pathlib.Path] = (),
 ) -> LoadedExperiment:
     """Like `load_experiment`, and says where each setting comes from."""
+    experiment, reader = _read(
+        "Experiment", gin_files, bindings, assignments, search_paths
+    )
+    return LoadedExperiment(
+        experiment, tuple(reader.bindings.values()), tuple(reader.imports)
+    )
+
+
+def load_config(
+    name: str,
+    gin_files: Sequence[str | pathlib.Path],
+    bindings: Sequence[str] = (),
+) -> Any:
+    """Builds another root than `Experiment`, such as a benchmark's config.
+
+    Args:
+      name: a configurable of the registry; what the files bind must be part of it.
+      gin_files: as for `load_experiment`.
+      bindings: likewise.
+
+    Returns:
+      The config.
+
+    Raises:
+      ConfigError: as `load_experiment` raises.
+      FileNotFoundError: a gin file does not exist.
+    """
+    return _read(name, gin_files, bindings, (), ())[0]
+
+
+def _read(
+    root: str,
+    gin_files: Sequence[str | pathlib.Path],
+    bindings: Sequence[str],
+    assignments: Sequence[str],
+    search_paths: Sequence[str | pathlib.Path],
+) -> tuple[Any, Reader]:
     registry.register_all()
     reader = Reader([pathlib.Path(path) for path in search_paths])
     for path in gin_files:
@@ -102,7 +139,7 @@ def read_experiment(
     reader.read_command_line("--gin_bindings", bindings)
     reader.read_command_line("--gin", assignments, text_allowed=True)
     builder = _Builder(reader.bindings)
-    experiment = builder.build_root()
+    config = builder.build_root(root)
     used = builder.used | _macros_of_replaced(reader)
     unused = [b for b in reader.bindings.values() if b.key not in used]
     if unused:
@@ -113,9 +150,7 @@ def read_experiment(
                 for b in unused
             )
         )
-    return LoadedExperiment(
-        experiment, tuple(reader.bindings.values()), tuple(reader.imports)
-    )
+    return config, reader
 
 
 def _macros_of_replaced(reader: Reader) -> set[tuple[str, str, str]]:
@@ -143,7 +178,7 @@ def _why_unused(binding: Binding, built: set[str]) -> str:
 
 
 class _Builder:
-    """Builds the tree of configs below `Experiment` from the bindings."""
+    """Builds a tree of configs from the bindings."""
 
     def __init__(self, bindings: dict[tuple[str, str, str], Binding]):
         self.used: set[tuple[str, str, str]] = set()
@@ -151,9 +186,9 @@ class _Builder:
         self._bindings = bindings
         self._open_macros: list[str] = []
 
-    def build_root(self) -> registry.Experiment:
-        root = Reference((), "jaxaccel.Experiment", evaluate=True)
-        return self._build(root, (), "the experiment")
+    def build_root(self, name: str) -> Any:
+        root = Reference((), f"jaxaccel.{name}", evaluate=True)
+        return self._build(root, (), f"the {name[0].lower()}{name[1:]}")
 
     def _build(self, reference: Reference, scopes: tuple[str, ...], where: str) -> Any:
         """Calls what a reference names with the settings of its scope."""

@@ -54,17 +54,21 @@ class Experiment:
       data: corpus, tokenizer and packing.
       train: steps, optimizer, evaluation, checkpoints, mesh.
       sample: the text written at the end; `None` writes none.
+      require: names of kernels, such as "pk_gdn_fwd", without which
+        `jaxaccel bench step` fails instead of measuring something else.
     """
 
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
     sample: SampleConfig | None = dataclasses.field(default_factory=SampleConfig)
+    require: tuple[str, ...] = ()
 
 
 # Configurable -> the module it lives in.
 _HOME = {
     "DataConfig": "jaxaccel.data.pipeline",
+    "DecodeBenchConfig": "jaxaccel.decoding.waterfall",
     "Experiment": __name__,
     "MeshConfig": "jaxaccel.core.sharding",
     "OptimConfig": "jaxaccel.training.config",

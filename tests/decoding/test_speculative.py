@@ -11,7 +11,7 @@ from jaxaccel.decoding.generate import generate
 from jaxaccel.decoding.sampling import SamplingConfig, probabilities
 from jaxaccel.decoding.speculative import generate_speculative, judge
 from jaxaccel.decoding.verify import commit, verify
-from jaxaccel.models.decoder import init_decoder
+from jaxaccel.models.decoder import Decoder, init_decoder
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 
 
@@ -69,20 +69,37 @@ def test_a_row_is_as_long_as_was_asked(model, plain):
         assert output.tokens == [row[:length] for row in plain]
 
 
+# One program for both tests of sampling.
+SAMPLED = {
+    "num_drafts": 2,
+    "sampling": SamplingConfig(temperature=0.7, top_k=2),
+    "vocab_limit": FEW,
+}
+ROWS = 64
+
+
 def test_a_row_does_not_depend_on_the_others(model):
-    options = {"max_new_tokens": NEW, "num_drafts": DRAFTS, "vocab_limit": FEW}
-    rows = generate_speculative(model, PROMPTS, seed=[4, 5, 6, 7], **options).tokens
-    swapped = [PROMPTS[1], PROMPTS[0], PROMPTS[3], PROMPTS[2]]
-    again = generate_speculative(model, swapped, seed=[5, 4, 7, 6], **options).tokens
-    assert again == [rows[1], rows[0], rows[3], rows[2]]
+    prompts = (PROMPTS * ROWS)[:ROWS]
+    options = {"max_new_tokens": NEW, **SAMPLED}
+    seeds = list(range(ROWS))
+    rows = generate_speculative(model, prompts, seed=seeds, **options).tokens
+    backwards = generate_speculative(
+        model, prompts[::-1], seed=seeds[::-1], **options
+    ).tokens
+    assert backwards == rows[::-1]
+    assert len(set(map(tuple, rows))) > ROWS // 2
 
 
 def test_sampled_tokens_have_the_distribution_of_plain_decoding(model):
-    prompt, rows, length = [5, 3, 8], 1024, 3
-    config = SamplingConfig(temperature=0.7, top_k=2)
-    options = {"max_new_tokens": length, "sampling": config, "vocab_limit": FEW}
-    output = generate_speculative(model, [prompt] * rows, num_drafts=2, **options)
-    assert 0.2 < output.acceptance.rate < 0.95
+    prompt, length, calls = [5, 3, 8], 3, 24
+    config, rows = SAMPLED["sampling"], calls * ROWS
+    drawn = []
+    for call in range(calls):
+        output = generate_speculative(
+            model, [prompt] * ROWS, max_new_tokens=length, seed=call, **SAMPLED
+        )
+        assert 0.1 < output.acceptance.rate < 0.95
+        drawn += output.tokens
     # The chance of each of the continuations, from whole forwards.
     texts = np.stack(np.meshgrid(*[range(FEW)] * length, indexing="ij"), axis=-1)
     texts = texts.reshape(-1, length)
@@ -98,7 +115,7 @@ def test_sampled_tokens_have_the_distribution_of_plain_decoding(model):
     chance = np.take_along_axis(np.asarray(chances), texts[..., None], axis=-1)
     chance = chance[..., 0].prod(axis=1)
     assert chance.sum() == pytest.approx(1.0, abs=1e-5)
-    drawn = np.asarray(output.tokens) @ FEW ** np.arange(length - 1, -1, -1)
+    drawn = np.asarray(drawn) @ FEW ** np.arange(length - 1, -1, -1)
     share = np.bincount(drawn, minlength=len(texts)) / rows
     assert (share[chance == 0] == 0).all()
     deviation = np.sqrt(chance * (1 - chance) / rows)
@@ -139,46 +156,47 @@ def test_the_rule_keeps_the_distribution_whatever_the_drafts_are():
 def test_verified_and_committed_is_read(model):
     """Keeping a tokens of a row equals having read them, whatever came behind."""
     graphdef, state = nnx.split(model)
-    tokens = jax.random.randint(jax.random.key(3), (5, 4), 0, 128)
-    accepted = jnp.asarray([0, 1, 2, 3, 4], jnp.int32)
-    before = jax.random.randint(jax.random.key(4), (5, 6), 0, 128)
-    real = jnp.asarray([[1] * 6, [1] * 2 + [0] * 4, [1] * 6, [0] * 6, [1] * 6])
-    all_real = jnp.ones((5, 4), jnp.int32)
-    after = jnp.ones((5, 1), jnp.int32)
 
     @jax.jit
-    def read(state, kept):
-        model = nnx.merge(graphdef, state)
-        cache = model(before, real, cache=model.init_cache(5, 16)).cache
-        output = model(tokens, kept, cache=cache)
-        last = model(after, after, cache=output.cache)
-        return output.hidden, output.cache, last.hidden
+    def read(state, tokens, segments, cache):
+        output = nnx.merge(graphdef, state)(tokens, segments, cache=cache)
+        return output.hidden, output.cache
 
     @jax.jit
-    def speculate(state):
+    def speculate(state, tokens, segments, cache):
         model = nnx.merge(graphdef, state)
-        cache = model(before, real, cache=model.init_cache(5, 16)).cache
-        hidden, pending = verify(model, tokens, all_real, cache)
-        cache = commit(model, pending, accepted)
-        return hidden, cache, model(after, after, cache=cache).hidden
+        hidden, pending = verify(model, tokens, segments, cache)
+        return hidden, commit(model, pending, accepted)
 
-    kept = (jnp.arange(4)[None, :] < accepted[:, None]).astype(jnp.int32)
-    hidden, cache, last = speculate(state)
-    np.testing.assert_allclose(hidden, read(state, all_real)[0], atol=1e-5)
-    _, expected, expected_last = read(state, kept)
-    np.testing.assert_array_equal(cache.length, expected.length)
-    for ours, theirs in zip(cache.layers, expected.layers, strict=True):
-        if hasattr(ours, "state"):
-            np.testing.assert_allclose(ours.state, theirs.state, atol=1e-5)
-            np.testing.assert_allclose(ours.conv, theirs.conv, atol=1e-5)
-        else:
-            np.testing.assert_array_equal(ours.positions, theirs.positions)
-    np.testing.assert_allclose(last, expected_last, atol=1e-5)
+    rows, time = 6, 4
+    before, tokens, after = jax.random.randint(
+        jax.random.key(3), (3, rows, time), 0, 128
+    )
+    accepted = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
+    index = np.arange(time)[None, :]
+    real = jnp.asarray(index < np.asarray([[4], [2], [4], [0], [1], [3]]), jnp.int32)
+    # The last row has ended: nothing of it is real.
+    drafted = jnp.asarray(index < np.asarray([[4]] * 5 + [[0]]), jnp.int32)
+    kept = jnp.asarray(index < np.asarray(accepted)[:, None], jnp.int32)
+    _, cache = read(state, before, real, model.init_cache(rows, 16))
+    hidden, committed = speculate(state, tokens, drafted, cache)
+    whole, _ = read(state, tokens, drafted, cache)
+    np.testing.assert_allclose(hidden[:5], whole[:5], atol=1e-5)
+    _, expected = read(state, tokens, kept, cache)
+    np.testing.assert_array_equal(committed.length, expected.length)
+    gdn, attention = committed.layers
+    np.testing.assert_allclose(gdn.state, expected.layers[0].state, atol=1e-5)
+    np.testing.assert_allclose(gdn.conv, expected.layers[0].conv, atol=1e-5)
+    np.testing.assert_array_equal(attention.positions, expected.layers[1].positions)
+    one = jnp.asarray(np.broadcast_to(index < 1, (rows, time)), jnp.int32)
+    last, _ = read(state, after, one, committed)
+    expected_last, _ = read(state, after, one, expected)
+    np.testing.assert_allclose(last[:, 0], expected_last[:, 0], atol=1e-5)
 
 
 def test_bad_input_is_named(model):
     config = Qwen3_5TextConfig.tiny(pattern=("attention",), num_layers=1)
-    without = init_decoder(config.decoder())
+    without = nnx.eval_shape(lambda: Decoder(config.decoder(), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="num_mtp_layers=0"):
         generate_speculative(without, [[1]], num_drafts=1, max_new_tokens=2)
     with pytest.raises(ValueError, match="num_drafts=0"):

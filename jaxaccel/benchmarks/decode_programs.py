@@ -1,0 +1,423 @@
+"""The programs that `jaxaccel bench decode` compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxaccel.benchmarks.guards import implementations_used, kernels_in
+from jaxaccel.cache.decoder import DecoderCache
+from jaxaccel.core.tree import flatten_state, num_stacked_axes, unflatten_state
+from jaxaccel.data.batch import packing_metadata
+from jaxaccel.decoding import speculative
+from jaxaccel.decoding.generate import Draw, row_keys
+from jaxaccel.decoding.layer_loop import read_tokens
+from jaxaccel.decoding.sampling import SamplingConfig
+from jaxaccel.decoding.waterfall import DecodeBenchConfig, Settings, unknown_ops
+from jaxaccel.models.config import DecoderConfig
+from jaxaccel.models.decoder import Decoder, init_decoder
+from jaxaccel.nn.implementation import OPS
+from pallas_kernels._common.dispatch import recorded_choices
+
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """One set of random weights; models of several layouts are made of it.
+
+    Attributes:
+      config: the model, its layers scanned.
+      state: its parameters.
+    """
+
+    config: DecoderConfig
+    state: Any
+
+    @classmethod
+    def random(cls, config: DecodeBenchConfig) -> Self:
+        """Draws the weights of the benchmark's model."""
+        decoder = config.model.decoder()
+        _, state = nnx.split(init_decoder(decoder, config.seed))
+        return cls(config=decoder, state=state)
+
+    @property
+    def model(self) -> Decoder:
+        """The model as its config says."""
+        return nnx.merge(_structure(self.config), self.state)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, the prediction block's included."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state))
+
+    def layout(self, step: Settings) -> tuple[Any, Any]:
+        """Graph definition and state of the model that a step runs."""
+        config = self.config
+        if step.fused:
+            setting = config.implementation
+            before = (
+                dict.fromkeys(OPS, setting) if isinstance(setting, str) else setting
+            )
+            config = dataclasses.replace(
+                config, implementation={**dict(before or ()), **dict(step.fused)}
+            )
+        if step.layers != "unrolled":
+            return _structure(config), self.state
+        period = len(config.pattern)
+        arrays = {}
+        for name, array in flatten_state(self.state).items():
+            if not num_stacked_axes(name):
+                arrays[name] = array
+                continue
+            layers, position, rest = name.split("/", 2)
+            for index in range(config.num_periods):
+                layer = index * period + int(position)
+                arrays[f"{layers}/{layer}/{rest}"] = array[index : index + 1]
+        config = dataclasses.replace(config, pattern=config.layer_types)
+        graphdef, template = nnx.split(_abstract(config))
+        return graphdef, unflatten_state(template, arrays)
+
+
+def unstack(stacked: Sequence[Any]) -> list[Any]:
+    """Trees per position of the pattern -> trees per layer, a leading axis of 1."""
+    periods = jax.tree.leaves(stacked[0])[0].shape[0]
+    return [
+        jax.tree.map(lambda leaf, p=period: leaf[p : p + 1], tree)
+        for period in range(periods)
+        for tree in stacked
+    ]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Launch:
+    """A step, ready to run.
+
+    Attributes:
+      start: () -> what `run` takes: the caches after the prompt, its own copy.
+      run: (that, N) -> tokens i32[B, M], M >= N of them drawn, on the host.
+      runs: op -> implementation that was traced.
+      text: the compiled program, "" where there is none.
+      compile_seconds: of tracing and compiling.
+      temp_bytes: temporaries of the compiled program; `None` where there is none.
+      acceptance: how drafts fared in the last run; `None` without them.
+    """
+
+    start: Callable[[], Any]
+    run: Callable[[Any, int], np.ndarray]
+    runs: dict[str, str]
+    text: str = ""
+    compile_seconds: float = 0.0
+    temp_bytes: int | None = None
+    acceptance: speculative.Acceptance | None = None
+
+    @property
+    def kernels(self) -> set[str]:
+        """Names of the kernels in the program."""
+        return kernels_in(self.text)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Carry:
+    """Between two calls: the newest token of each row, i32[B], and the cache."""
+
+    last: jax.Array
+    cache: Any
+
+
+# (parameters, tokens i32[B, 1], cache) -> hidden [B, 1, D], cache, and `unembed`.
+Reader = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Callable[..., Any]]]
+
+
+def refusals(config: DecodeBenchConfig) -> dict[str, str]:
+    """Step -> why this machine cannot run it."""
+    found = {}
+    if unknown := unknown_ops(config.fused):
+        found["fused_kernel"] = f"no layer has the op {', '.join(unknown)}"
+    elif "fused_kernel" in config.steps and (reason := _refused(config)):
+        found["fused_kernel"] = reason
+    if jax.default_backend() != "gpu":
+        found["command_buffers"] = (
+            f"command buffers are CUDA graphs, this is {jax.default_backend()}"
+        )
+    return found
+
+
+def _refused(config: DecodeBenchConfig) -> str:
+    """Why the ops of `fused` cannot run what is named; "" if they can."""
+    step = Settings(step="", fused=tuple(config.fused.items()), layers="copied")
+    decoder = config.model.decoder()
+    _, state = nnx.split(_abstract(decoder))
+    graphdef, _ = Weights(config=decoder, state=state).layout(step)
+
+    def read(state, batch):
+        cache = nnx.merge(graphdef, state).init_cache(batch, 2)
+        tokens = jnp.zeros((batch, 1), jnp.int32)
+        return _copied(graphdef)(state, tokens, cache)[:2]
+
+    try:
+        for batch in config.batches:
+            jax.eval_shape(functools.partial(read, batch=batch), state)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def reference_tokens(
+    weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first step's tokens i32[B, N] and the logits f32[B, N, V] behind them."""
+    read, params = _reader(weights, step)
+    carry = _prefilled(weights, step, prompts, config)
+
+    def one(params, carry):
+        hidden, cache, unembed = read(params, carry.last[:, None], carry.cache)
+        logits = unembed(hidden)[:, 0]
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return Carry(last=best, cache=cache), logits
+
+    one = jax.jit(one) if step.jit else one
+    tokens, logits = [], []
+    with jax.disable_jit(not step.jit):
+        for _ in range(config.check_tokens):
+            carry, scores = one(params, carry)
+            tokens.append(np.asarray(carry.last))
+            logits.append(np.asarray(scores))
+    return np.stack(tokens, axis=1), np.stack(logits, axis=1)
+
+
+def build(
+    weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
+) -> Launch:
+    """Compiles a step.
+
+    Args:
+      weights: the model.
+      step: how it decodes.
+      prompts: i32[B, T].
+      config: the benchmark.
+
+    Returns:
+      The step, compiled and not yet run.
+
+    Raises:
+      NotImplementedError: an op refuses what is named for it.
+    """
+    if step.num_drafts:
+        return _speculative(weights, step, prompts, config)
+    read, params = _reader(weights, step)
+    filled = _prefilled(weights, step, prompts, config)
+
+    def start() -> Carry:
+        return jax.tree.map(jnp.copy, filled)
+
+    def one(params, carry):
+        hidden, cache, unembed = read(params, carry.last[:, None], carry.cache)
+        best = jnp.argmax(unembed(hidden)[:, 0], axis=-1).astype(jnp.int32)
+        return Carry(last=best, cache=cache), best[:, None]
+
+    def several(params, carry):
+        def body(carry, _):
+            carry, best = one(params, carry)
+            return carry, best[:, 0]
+
+        carry, drawn = jax.lax.scan(body, carry, length=step.tokens_per_call)
+        return carry, drawn.T
+
+    if not step.jit:
+        with recorded_choices() as choices, jax.disable_jit():
+            one(params, filled)
+
+        def run_eagerly(carry, count):
+            with jax.disable_jit():
+                return _collect(lambda carry: one(params, carry), carry, count, 1)
+
+        return Launch(start=start, run=run_eagerly, runs=implementations_used(choices))
+    call = jax.jit(
+        one if step.tokens_per_call == 1 else several,
+        donate_argnums=1 if step.donate else (),
+    )
+    compiled, about = _compile(config, step, call, params, filled)
+
+    def run(carry, count):
+        each = step.tokens_per_call
+        return _collect(lambda carry: compiled(params, carry), carry, count, each)
+
+    return Launch(start=start, run=run, **about)
+
+
+def _collect(call, carry, count: int, each: int) -> np.ndarray:
+    """Calls until `count` tokens are drawn, `each` a call; waits for all at the end."""
+    drawn = []
+    for _ in range(-(-count // each)):
+        carry, tokens = call(carry)
+        drawn.append(tokens)
+    return np.concatenate([np.asarray(tokens) for tokens in drawn], axis=1)
+
+
+def _speculative(
+    weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
+) -> Launch:
+    # Verifying always carries the caches, whatever steps were left out.
+    layers = config.layers if step.layers in ("python", "copied") else step.layers
+    graphdef, state = weights.layout(dataclasses.replace(step, layers=layers))
+    batch, length = prompts.shape
+    draw = Draw(sampling=GREEDY, vocab_limit=weights.config.vocab_size)
+    keys, stops = row_keys(0, batch), jnp.asarray([-1], jnp.int32)
+    # One more than asked: `prefill` draws the token that the other steps begin from.
+    capacity = 1 + max(config.new_tokens, config.check_tokens)
+    slots = length + capacity + step.num_drafts + 1
+    limit = jnp.int32(capacity)
+    filled = speculative.prefill(
+        weights.layout(dataclasses.replace(step, layers="scanned"))[0],
+        (step.num_drafts, slots, capacity, draw),
+        weights.state,
+        prompts,
+        jnp.ones_like(prompts),
+        keys,
+        stops,
+        limit,
+    )
+    if layers == "unrolled":
+        filled = dataclasses.replace(filled, cache=_unrolled(filled.cache))
+    compiled, about = _compile(
+        config,
+        step,
+        speculative.decode,
+        graphdef,
+        step.num_drafts,
+        draw,
+        state,
+        filled,
+        keys,
+        stops,
+        limit,
+    )
+
+    def run(carry, count):
+        carry = compiled(state, carry, keys, stops, jnp.int32(count + 1))
+        tokens = np.asarray(carry.tokens)[:, 1 : count + 1]
+        launch.acceptance = speculative.acceptance(np.asarray(carry.histogram))
+        return tokens
+
+    launch = Launch(start=lambda: jax.tree.map(jnp.copy, filled), run=run, **about)
+    return launch
+
+
+def _compile(
+    config: DecodeBenchConfig, step: Settings, function: Any, *arguments: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Compiles; returns the program and what a `Launch` tells of it."""
+    kinds = config.command_buffers if step.command_buffers else ""
+    options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
+    start = time.perf_counter()
+    with recorded_choices() as choices:
+        lowered = function.lower(*arguments)
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return compiled, {
+        "runs": implementations_used(choices),
+        "text": compiled.as_text() or "",
+        "compile_seconds": seconds,
+        "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
+    }
+
+
+def _reader(weights: Weights, step: Settings) -> tuple[Reader, Any]:
+    graphdef, state = weights.layout(step)
+    if step.layers == "copied":
+        return _copied(graphdef), state
+    if step.layers != "python":
+        return _carried(graphdef), state
+    model = nnx.merge(graphdef, state)
+    split = [nnx.split(block) for block in model.layers]
+    parts = [part[0] for part in split]
+    periods = weights.config.num_periods
+    structures = parts * periods
+    layers = [
+        jax.tree.map(lambda leaf: leaf[0], layer)
+        for layer in unstack([part[1] for part in split])
+    ]
+
+    def read(params, tokens, cache):
+        state, layers = params
+        model = nnx.merge(graphdef, state)
+        caches, length = cache
+        meta = packing_metadata(
+            (tokens.shape[0], 1),
+            segment_ids=jnp.ones_like(tokens),
+            cached_length=length,
+        )
+        x, after = model.embed(tokens), []
+        for structure, layer, part in zip(structures, layers, caches, strict=True):
+            x, part, _ = nnx.merge(structure, layer)(x, meta, part, length)
+            after.append(part)
+        return model.final_norm(x), (after, length + 1), model.unembed
+
+    return read, (state, layers)
+
+
+def _copied(graphdef: Any) -> Reader:
+    def read(state, tokens, cache):
+        model = nnx.merge(graphdef, state)
+        output = model(tokens, jnp.ones_like(tokens), cache=cache)
+        return output.hidden, output.cache, model.unembed
+
+    return read
+
+
+def _carried(graphdef: Any) -> Reader:
+    def read(state, tokens, cache):
+        model = nnx.merge(graphdef, state)
+        hidden, cache = read_tokens(model, tokens, jnp.ones_like(tokens), cache)
+        return hidden, cache, model.unembed
+
+    return read
+
+
+def _prefilled(
+    weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
+) -> Carry:
+    """The caches after the prompt, in a step's layout, and the first token."""
+    # The same for all steps: attention reads every slot, taken or not.
+    slots = prompts.shape[1] + config.tokens_per_call
+    slots += max(config.new_tokens, config.check_tokens, config.op_by_op_tokens)
+    carry = _prefill(_structure(weights.config), slots, weights.state, prompts)
+    if step.layers == "python":
+        layers = unstack(carry.cache.layers)
+        layers = [jax.tree.map(lambda leaf: leaf[0], layer) for layer in layers]
+        return Carry(last=carry.last, cache=(layers, carry.cache.length))
+    if step.layers == "unrolled":
+        return Carry(last=carry.last, cache=_unrolled(carry.cache))
+    return carry
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(graphdef: Any, slots: int, state: Any, prompts: jax.Array) -> Carry:
+    model = nnx.merge(graphdef, state)
+    output = model(prompts, cache=model.init_cache(prompts.shape[0], slots))
+    last = jnp.argmax(model.unembed(output.hidden[:, -1]), axis=-1)
+    return Carry(last=last.astype(jnp.int32), cache=output.cache)
+
+
+def _unrolled(cache: DecoderCache) -> DecoderCache:
+    return dataclasses.replace(cache, layers=tuple(unstack(cache.layers)))
+
+
+def _abstract(config: DecoderConfig) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def _structure(config: DecoderConfig) -> Any:
+    return nnx.split(_abstract(config))[0]
