@@ -38,7 +38,7 @@ def choose(
     Returns:
       The choice.
     """
-    del k, args, options  # "xla" and "reference" run everything that passes the checks.
+    del args, options  # "xla" and "reference" run everything that passes the checks.
     refused = {}
     if not (hw.is_hopper() or interpret.is_interpreting()):
         refused["mosaic"] = (
@@ -56,7 +56,23 @@ def choose(
         refused["mosaic"] = reason
     elif config is None:
         config = config_mosaic.heuristic(config_mosaic.shapes_of(q, v))
-    return select("gated_delta_rule", implementation, refused, config=config)
+    return select(
+        "gated_delta_rule",
+        implementation,
+        refused,
+        only_named=_only_named(k.shape[3], v.shape[3]),
+        config=config,
+    )
+
+
+def _only_named(key_dim: int, value_dim: int) -> dict[str, str]:
+    """Why the kernels run if they are asked for only."""
+    dims = (key_dim, value_dim)
+    if dims != (config_mosaic.HEAD_DIM, config_mosaic.HEAD_DIM):
+        return {
+            "mosaic": f"no measured row speaks for K = {key_dim}, V = {value_dim} yet"
+        }
+    return {}
 
 
 def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
@@ -123,9 +139,10 @@ def gated_delta_rule(
       chunk_size: tokens per chunk of the chunked forms, a power of two >= 16.
       config: launch parameters of "mosaic", `None` for those of these sizes. With
         more than one of its `segments`, results depend on where their borders fall.
-      implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has K = V = 128,
-        chunks of 64 tokens, bf16 or f16, and 1 to 4 value heads per key head; any
-        T >= 1 (padded to chunks) and documents that begin anywhere.
+      implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has K of 64
+        or 128 and V of 64, 128 or 256, chunks of 64 tokens, bf16 or f16, and 1 to 4
+        value heads per key head (1 or 2 with V = 256); any T >= 1 (padded to chunks)
+        and documents that begin anywhere. `None` takes it with K = V = 128.
 
     Returns:
       (o [B, T, Hv, V] of v's dtype, final_state f32[B, Hv, V, K]). Tokens with g = 0

@@ -13,6 +13,7 @@ from pallas_kernels._common import hw, tuning
 
 CHUNK = 64  # rows of a wgmma: other chunk lengths would need other kernels
 HEAD_DIM = 128  # K and V
+KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # those that `head_dims` fits to it
 MAX_GROUP = 4  # value heads that read one key head
 SQUARE = (CHUNK, CHUNK)
 
@@ -115,16 +116,24 @@ class Shapes:
         return self.batch * self.value_heads
 
 
+def heads_of(value_dim: int) -> int:
+    """Value heads that the kernels have for one of V values."""
+    return max(1, value_dim // HEAD_DIM)
+
+
 def shapes_of(q: Any, v: Any) -> Shapes:
-    """Sizes of a call with q [B, T, Hk, K] and v [B, T, Hv, V], T padded to chunks."""
-    batch, time, key_heads, key_dim = q.shape
+    """Sizes that the kernels see of q [B, T, Hk, K] and v [B, T, Hv, V].
+
+    T is padded to chunks, K and V are what `head_dims` makes of them.
+    """
+    batch, time, key_heads, _ = q.shape
     return Shapes(
         batch=batch,
         time=-(-time // CHUNK) * CHUNK,
         key_heads=key_heads,
-        value_heads=v.shape[2],
-        key_dim=key_dim,
-        value_dim=v.shape[3],
+        value_heads=v.shape[2] * heads_of(v.shape[3]),
+        key_dim=HEAD_DIM,
+        value_dim=HEAD_DIM,
         dtype=jnp.dtype(v.dtype),
     )
 
@@ -201,16 +210,22 @@ def refusal(
     dtype: Any,
 ) -> str | None:
     """Why the kernels cannot run these sizes, `None` if they can."""
-    if (key_dim, value_dim) != (HEAD_DIM, HEAD_DIM):
-        return f"K = {key_dim}, V = {value_dim}, the kernels have K = V = {HEAD_DIM}"
+    for name, dim, allowed in (
+        ("K", key_dim, KEY_DIMS),
+        ("V", value_dim, VALUE_DIMS),
+    ):
+        if dim not in allowed:
+            return f"{name} = {dim}, the kernels have {', '.join(map(str, allowed))}"
     if time < 1:
         return f"T = {time}, the kernels have at least one token"
     if chunk != CHUNK:
         return f"chunk_size = {chunk}, the kernels have {CHUNK}"
     if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
         return f"dtype = {jnp.dtype(dtype).name}, the kernels have bfloat16 and float16"
-    if (group := value_heads // key_heads) > MAX_GROUP:
+    most = MAX_GROUP // heads_of(value_dim)
+    if (group := value_heads // key_heads) > most:
         return (
-            f"{group} value heads read each key head, the kernels have 1 to {MAX_GROUP}"
+            f"{group} value heads of {value_dim} read each key head, the kernels have "
+            f"1 to {most}"
         )
     return None

@@ -21,7 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.gated_delta_rule import kernel_summary, segments, tables
+from pallas_kernels.gated_delta_rule import (
+    head_dims,
+    kernel_summary,
+    segments,
+    tables,
+)
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     MIN_LOG_DECAY,
@@ -216,7 +221,10 @@ def gated_delta_rule(
       ValueError: `config` has more segments than the rows have chunks.
     """
     batch, time = q.shape[:2]
+    key_dim, value_dim = q.shape[3], v.shape[3]
     shapes = shapes_of(q, v)
+    q, k, v = head_dims.fit_keys(q), head_dims.fit_keys(k), head_dims.fit_values(v)
+    g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
     config = heuristic(shapes) if config is None else config
     count = config.segments
     if count is None:
@@ -232,8 +240,13 @@ def gated_delta_rule(
     shapes = dataclasses.replace(
         shapes, batch=batch * count, time=length, segments=count
     )
-    o, state = _rule(shapes, scale, config, *inputs, initial_state)
-    return o.reshape(batch, -1, *o.shape[2:])[:, :time], state
+    initial = head_dims.fit_states(initial_state)
+    o, state = _rule(shapes, scale, config, *inputs, initial)
+    o = o.reshape(batch, -1, *o.shape[2:])[:, :time]
+    return (
+        head_dims.values(o, value_dim),
+        head_dims.states(state, value_dim, key_dim),
+    )
 
 
 def summaries(
@@ -241,12 +254,19 @@ def summaries(
 ) -> segments.Summary:
     """What each row does to a state; see `api_segments.summaries`."""
     shapes = shapes_of(k, v)
+    key_dim, value_dim = k.shape[3], v.shape[3]
+    k, v = head_dims.fit_keys(k), head_dims.fit_values(v)
+    g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
     k, v, g, beta, starts = _padded_rows((k, v, g, beta), starts, shapes.time)
     inverse, gates = _prepare(shapes, k, g, beta, starts)
     sources = {"k": _flat(k), "v": _flat(v), "inverse": inverse, "gates": gates}
     maps = kernel_summary.row_summary(shapes, sources)
     heads = (shapes.batch, shapes.value_heads)
-    return segments.Summary(*(x.reshape(*heads, *x.shape[1:]) for x in maps))
+    through, written = (x.reshape(*heads, *x.shape[1:]) for x in maps)
+    return segments.Summary(
+        through=head_dims.maps(through, value_dim, key_dim),
+        written=head_dims.states(written, value_dim, key_dim),
+    )
 
 
 def entry_gradients(
@@ -261,11 +281,15 @@ def entry_gradients(
 ) -> jax.Array:
     """What outputs send to the state before; see `api_segments.entry_gradients`."""
     shapes = shapes_of(k, do)
-    q, k, g, beta, do, starts = _padded_rows((q, k, g, beta, do), starts, shapes.time)
+    key_dim, value_dim = k.shape[3], do.shape[3]
+    q, k, do = head_dims.fit_keys(q), head_dims.fit_keys(k), head_dims.fit_values(do)
+    g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
+    inputs = (q, k, g, beta, do)
+    q, k, g, beta, do, starts = _padded_rows(inputs, starts, shapes.time)
     inverse, gates = _prepare(shapes, k, g, beta, starts)
     sources = {"q": _flat(q), "k": _flat(k), "do": _flat(do)}
     sources |= {"inverse": inverse, "gates": gates}
     state = (shapes.batch, shapes.value_heads, shapes.value_dim, shapes.key_dim)
     nothing = jnp.zeros((shapes.items, *state[2:]), jnp.float32)
     d_entry = kernel_summary.entry_gradients(shapes, scale, sources, nothing)
-    return d_entry.reshape(state)
+    return head_dims.states(d_entry.reshape(state), value_dim, key_dim)

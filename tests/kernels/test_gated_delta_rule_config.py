@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import gated_delta_rule
 from pallas_kernels._common import hw, tuning
-from pallas_kernels.gated_delta_rule import config_mosaic, tables
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gated_delta_rule import config_mosaic, reference, tables
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     Config,
@@ -113,12 +114,62 @@ def test_limits_are_named():
         "dtype": jnp.bfloat16,
     }
     assert refusal(**sizes) is None
+    assert refusal(**(sizes | {"key_dim": 64, "value_dim": 256})) is None
     for change, text in (
-        ({"key_dim": 64}, "K = 64"),
-        ({"value_dim": 256}, "V = 256"),
+        ({"key_dim": 256}, "K = 256, the kernels have 64, 128"),
+        ({"value_dim": 96}, "V = 96"),
+        ({"value_dim": 256, "value_heads": 6}, "3 value heads of 256"),
         ({"chunk": 32}, "chunk_size = 32"),
         ({"dtype": jnp.float32}, "float32"),
         ({"value_heads": 10}, "5 value heads"),
         ({"time": 0}, "T = 0"),
     ):
         assert text in refusal(**(sizes | change))
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(64, 256), (128, 64)])
+def test_other_head_dims_are_the_same_rule(monkeypatch, key_dim, value_dim):
+    """With the recurrence in place of the kernels, which have one size."""
+    from pallas_kernels.gated_delta_rule import mosaic
+
+    sizes = []
+
+    def kernels(shapes, scale, config, q, k, v, g, beta, starts, state):
+        sizes.append((q.shape[3], v.shape[3], state.shape[2:], shapes.value_heads))
+        return reference.gated_delta_rule(
+            *(q, k, v, g, beta),
+            is_first=tables.first_tokens(starts, CHUNK),
+            initial_state=state,
+            scale=scale,
+        )
+
+    monkeypatch.setattr(mosaic, "_rule", kernels)
+    rng = np.random.default_rng(0)
+    time, heads = 70, 2
+    q, k = rng.standard_normal((2, 1, time, 1, key_dim), np.float32)
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v, do = rng.standard_normal((2, 1, time, heads, value_dim), np.float32)
+    g, beta = rng.random((2, 1, time, heads), np.float32) * [[[[-0.1]]], [[[1.0]]]]
+    state = rng.standard_normal((1, heads, value_dim, key_dim), np.float32)
+    first = np.arange(time)[None] == 67
+    args = (q, k, v, np.float32(g), np.float32(beta), state)
+
+    def with_gradients(rule, **documents):
+        def run(*args):
+            *inputs, state = args
+            return rule(*inputs, initial_state=state, scale=0.1, **documents)
+
+        out, pullback = jax.vjp(run, *args)
+        return *out, *pullback((do, state))
+
+    starts = tables.document_starts(first)
+    config = Config()
+    got = jax.jit(
+        lambda: with_gradients(
+            functools.partial(mosaic.gated_delta_rule, config=config), starts=starts
+        )
+    )()
+    want = jax.jit(lambda: with_gradients(reference.gated_delta_rule, is_first=first))()
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, rel=1e-5)
+    assert sizes[0] == (128, 128, (128, 128), heads * max(1, value_dim // 128))

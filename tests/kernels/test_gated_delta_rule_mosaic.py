@@ -366,7 +366,7 @@ def test_total_decay_leaves_finite_results():
 def test_segments_side_by_side_are_the_recurrence():
     """The middle one has both ends, the last one starts a document and is padded."""
     config = Config(segments=3, stages=3, early_values=True)
-    args = arguments(time=2 * CHUNK + 10, decay=0.005)
+    args = arguments(time=2 * CHUNK + 10, decay=0.005, dtype=jnp.float16)
     is_first = first(1, 2 * CHUNK + 10, (0, 2 * CHUNK + 5))
     do, d_state = cotangents(args)
 
@@ -410,6 +410,10 @@ def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
     with hw.assume():
         assert choose(*args[:5]).implementation == "mosaic"
         assert choose(*exact(args[:5])).implementation == "xla"
+        narrow = [x[..., :64] for x in args[:2]]
+        choice = choose(*narrow, *args[2:5])
+        assert choice.implementation == "xla"
+        assert "no measured row" in choice.refused["mosaic"]
 
 
 @pytest.mark.parametrize(
@@ -496,10 +500,10 @@ def test_layers_of_equal_sizes_share_their_kernels():
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
 
 
-def model_arguments(batch, time):
+def model_arguments(batch, time, dtype=jnp.bfloat16):
     """Sixteen key heads, thirty-two value heads."""
     keys = jax.random.split(jax.random.key(3), 16)
-    make = functools.partial(arguments, batch, time, 2)
+    make = functools.partial(arguments, batch, time, 2, dtype)
     parts = [make(seed=int(i)) for i in range(len(keys))]
     heads = [jnp.concatenate(x, axis=2) for x in list(zip(*parts, strict=True))[:5]]
     return *heads, jnp.concatenate([x[5] for x in parts], axis=1)
@@ -507,16 +511,16 @@ def model_arguments(batch, time):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "batch, time, config",
+    "batch, time, dtype, config",
     [
-        (1, 1000, Config()),
-        (3, 512, Config()),
-        (1, 1000, Config(segments=4, stages=3, early_values=True)),
-        (1, 4096, Config(segments=None)),
+        (1, 1000, "bfloat16", Config()),
+        (3, 512, "float16", Config()),
+        (1, 1000, "float16", Config(segments=4, stages=3, early_values=True)),
+        (1, 4096, "bfloat16", Config(segments=None)),
     ],
 )
-def test_model_shapes_on_the_card(batch, time, config):
-    args = model_arguments(batch, time)
+def test_model_shapes_on_the_card(batch, time, dtype, config):
+    args = model_arguments(batch, time, jnp.dtype(dtype))
     starts = [(row, t) for row in range(batch) for t in (0, 130, 192, 400)]
     is_first = first(batch, time, *starts)
     # Compiled once: a hundred repeats would else compile a hundred times.
@@ -538,3 +542,15 @@ def test_variants_of_the_forward_have_the_same_bits(config):
     )
     for a, b in zip(run(args, config), run(args, Config()), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (64, 256)])
+def test_other_head_dims_on_the_card(key_dim, value_dim):
+    q, k, v, g, beta, state = model_arguments(1, 300)
+    q, k = (unit(x[..., :key_dim].astype(jnp.float32)).astype(q.dtype) for x in (q, k))
+    v, state = (jnp.tile(x, (1, 1, *y)) for x, y in ((v, (1, 2)), (state, (2, 1))))
+    args = (q, k, v[..., :value_dim], g, beta, state[:, :, :value_dim, :key_dim])
+    is_first = first(1, 300, (0, 130), (0, 192))
+    got = with_gradients(args, is_first, "mosaic")
+    assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
