@@ -182,7 +182,7 @@ class OffloadLadder:
         self.plan = plan
         text = RematPolicy.of_mode(plan.mode, group=plan.group, names=names)
         self.decoder = dataclasses.replace(asked, remat_policy=text)
-        say = _LOGGER.info if plan.mode == policy.mode else _LOGGER.warning
+        say = _LOGGER.info if text == asked.remat_policy else _LOGGER.warning
         say(
             "activations: %s asked for, %s taken, %s of host memory, layer inputs %s "
             "on the device (%s)",

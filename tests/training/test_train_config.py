@@ -28,6 +28,7 @@ BAD = (
     (TrainConfig, "mtp_loss_weight", (-0.1,), ">= 0"),
     (TrainConfig, "eval_batches", (0,), ">= 1 or None"),
     (TrainConfig, "max_seconds", (0.0, -1.0), "> 0 or None"),
+    (TrainConfig, "offload_host_gb", (0.0, -1.0), "> 0 or None"),
     (TrainConfig, "ema_decay", (0.0, 1.0), "0 < x < 1 or None"),
 )
 
