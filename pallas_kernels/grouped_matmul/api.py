@@ -43,7 +43,7 @@ def choose(
     elif reason := config_mosaic.refusal(**sizes, dtype=x.dtype, out_dtype=dtype):
         refused["mosaic"] = reason
     else:
-        config = config_mosaic.heuristic(**sizes)
+        config = config_mosaic.pick(**sizes)
     return select(
         "grouped_matmul",
         implementation,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, tuning
 
 
 STEP = 64  # of the summed axis: one 128-byte row of shared memory in 16 bits
@@ -172,6 +172,35 @@ def heuristic(*, rows: int, experts: int, in_dim: int, out_dim: int) -> Config:
         data=_product(mean, out_dim, in_dim),
         weight=_weight(mean, out_dim),
     )
+
+
+def table_key(
+    product: str, *, rows: int, experts: int, in_dim: int, out_dim: int
+) -> str:
+    """The key of a product in `tuned/<device>/grouped_matmul.json`.
+
+    Args:
+      product: "forward", "data" or "weight".
+      rows, experts, in_dim, out_dim: M, E, K, N; of the first two only rows per expert
+        count.
+    """
+    mean = max(1, -(-rows // experts))
+    return tuning.key(
+        product=product, mean=tuning.bucket(mean), in_dim=in_dim, out_dim=out_dim
+    )
+
+
+def pick(**sizes: int) -> Config:
+    """The measured tiles where there are some, else a guess; arguments as above."""
+    guess = heuristic(**sizes)
+    names = {field.name for field in dataclasses.fields(Tile)}
+    measured = {}
+    for field in dataclasses.fields(Config):
+        found = tuning.lookup("grouped_matmul", table_key(field.name, **sizes))
+        if found is not None:
+            tile = {k: v for k, v in found.items() if k in names}
+            measured[field.name] = Tile(**tile)
+    return dataclasses.replace(guess, **measured)
 
 
 def refusal(

@@ -54,6 +54,10 @@ def divide(a: jax.Array, b: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     return lax.div(a, b), lax.rem(a, b)
 
 
+# Numbers that say what a tile is, as they stand in a table.
+Fetched = tuple[jax.Array, ...]
+
+
 class Turns(NamedTuple):
     """The tiles of a block: `first`, `first + every`, ..., `count` of them."""
 
@@ -63,6 +67,26 @@ class Turns(NamedTuple):
 
     def at(self, i: jax.Array) -> jax.Array:
         return self.first + i * self.every
+
+    def walk(
+        self,
+        fetch: Callable[[jax.Array], Fetched],
+        one: Callable[[jax.Array, jax.Array, Fetched, Any], Any],
+        carry: Any,
+    ) -> Any:
+        """Calls `one(i, index, fetched, carry)` for each tile.
+
+        What `fetch` reads of a tile from device memory is read during the tile before:
+        a short sum would otherwise wait for it as long as it computes.
+        """
+
+        def step(i, state):
+            fetched, carry = state
+            ahead = fetch(self.at(jnp.minimum(i + 1, self.count - 1)))
+            return ahead, one(i, self.at(i), fetched, carry)
+
+        state = fetch(self.at(jnp.int32(0))), carry
+        return lax.fori_loop(0, self.count, step, state)[1]
 
 
 def turns(total: jax.Array | int, blocks: int) -> Turns:
@@ -257,19 +281,22 @@ def run_warpgroups(
 def feed(
     ring: Ring,
     shares: Turns,
-    steps_of: Callable[[jax.Array], Any],
+    fetch: Callable[[jax.Array], Fetched],
+    task_of: Callable[[jax.Array, Fetched], tuple[Any, Any]],
     sources: Callable[[Any, jax.Array], tuple[Any, Any]],
 ) -> None:
     """The copying warpgroup: every piece of every tile, in order.
 
     Args:
-      steps_of: index of a tile -> (what `sources` needs, its number of pieces).
+      fetch: as for `Turns.walk`.
+      task_of: index of a tile and what was fetched -> (what `sources` needs, its
+        number of pieces).
       sources: (that, index of a piece) -> both operands in device memory.
     """
 
-    def one(i, counts):
+    def one(i, index, fetched, counts):
         which = lax.rem(i, jnp.int32(ring.rings))
-        task, steps = steps_of(shares.at(i))
+        task, steps = task_of(index, fetched)
         if ring.rings == 1:
             (count,) = counts
         else:
@@ -285,33 +312,35 @@ def feed(
         )
 
     zeros = (jnp.int32(0),) * ring.rings
-    ring.finish(lax.fori_loop(0, shares.count, one, zeros))
+    ring.finish(shares.walk(fetch, one, zeros))
 
 
 def each_tile(
     tile: Tile,
     shares: Turns,
     warpgroup: jax.Array,
-    compute: Callable[[jax.Array, jax.Array | int, jax.Array], Any],
+    fetch: Callable[[jax.Array], Fetched],
+    compute: Callable[[jax.Array, Fetched, jax.Array | int, jax.Array], Any],
 ) -> None:
     """The tiles of a computing warpgroup.
 
     Args:
-      compute: called with a tile's index, its ring and the pieces that went through
-        that ring before; returns the tile's number of pieces.
+      fetch: as for `Turns.walk`.
+      compute: called with a tile's index, what was fetched, its ring and the pieces
+        that went through that ring before; returns the tile's number of pieces.
     """
     apart = tile.rings == COMPUTING
     ring = warpgroup if apart else 0
-    mine = shares
     if apart:
         count = divide(jnp.maximum(shares.count - warpgroup + 1, 0), COMPUTING)[0]
         first = shares.first + warpgroup * shares.every
-        mine = Turns(first, shares.every * COMPUTING, count)
+        shares = Turns(first, shares.every * COMPUTING, count)
 
-    def one(i, count):
-        return count + compute(mine.at(i), ring, count)
+    def one(i, index, fetched, count):
+        del i
+        return count + compute(index, fetched, ring, count)
 
-    lax.fori_loop(0, mine.count, one, jnp.int32(0))
+    shares.walk(fetch, one, jnp.int32(0))
 
 
 def part_origin(tile: Tile, warpgroup: jax.Array) -> tuple[Any, Any]:
@@ -410,11 +439,9 @@ class _Task(NamedTuple):
     end: jax.Array
 
 
-def _task(plan: Product, table: Any, index: jax.Array) -> _Task:
+def _task(plan: Product, index: jax.Array, fetched: Fetched) -> _Task:
     tile = plan.tile
-    at = divide(index, plan.column_blocks)[0]
-    # Between its first and its last tile the index stays with its expert.
-    expert, base, tiles, start, end = (table[at, name] for name in Column)
+    expert, base, tiles, start, end = fetched
     index = index - base * plan.column_blocks
     panel, index = divide(index, tile.panel * plan.column_blocks)
     height = jnp.minimum(tiles - panel * tile.panel, tile.panel)
@@ -430,8 +457,14 @@ def _product_kernel(
     ring = Ring(tile, a, b, full, free)
     shares = turns(count[0] * plan.column_blocks, blocks)
 
-    def task_at(index):
-        task = _task(plan, table, index)
+    def fetch(index):
+        # From its first tile to its last, an expert's rows of the table are the same:
+        # which of them is read does not matter.
+        at = jnp.minimum(divide(index, plan.column_blocks)[0], table.shape[0] - 1)
+        return tuple(table[at, name] for name in Column)
+
+    def task_of(index, fetched):
+        task = _task(plan, index, fetched)
         return task, jnp.where(task.expert < plan.experts, steps, 0)
 
     def sources(task, k):
@@ -455,8 +488,8 @@ def _product_kernel(
                 right = ring.b.at[slot, :, mine[1]]
             plgpu.wgmma(acc, left, right)
 
-        def one(index, which, passed):
-            task, pieces = task_at(index)
+        def one(index, fetched, which, passed):
+            task, pieces = task_of(index, fetched)
             row, column = task.row + offset[0], task.column + offset[1]
             low, high = jnp.maximum(task.start, row), task.end
             # A part without rows of the expert would take the tensor cores from the
@@ -482,9 +515,9 @@ def _product_kernel(
 
             return pieces
 
-        each_tile(tile, shares, warpgroup, one)
+        each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(lambda: feed(ring, shares, task_at, sources), compute)
+    run_warpgroups(lambda: feed(ring, shares, fetch, task_of, sources), compute)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.

@@ -30,6 +30,7 @@ from pallas_kernels.grouped_matmul.config_mosaic import (
     Tile,
 )
 from pallas_kernels.grouped_matmul.kernel import (
+    Fetched,
     Ring,
     divide,
     each_tile,
@@ -93,10 +94,10 @@ class _Task(NamedTuple):
     end: jax.Array
 
 
-def _task(plan: WeightGradient, bounds: Any, index: jax.Array) -> _Task:
+def _task(plan: WeightGradient, index: jax.Array, fetched: Fetched) -> _Task:
     expert, index = divide(index, plan.row_blocks * plan.column_blocks)
     row, column = divide(index, plan.column_blocks)
-    start, end = bounds[expert, 0], bounds[expert, 1]
+    start, end = fetched
     begin = divide(start, ALIGN)[0] * ALIGN
     row, column = row * plan.tile.block_m, column * plan.tile.block_n
     return _Task(expert, row, column, begin, start, end)
@@ -168,8 +169,13 @@ def _wgrad_kernel(
     ring = Ring(tile, a, b, full, free)
     shares = turns(plan.experts * plan.row_blocks * plan.column_blocks, blocks)
 
-    def task_at(index):
-        task = _task(plan, bounds, index)
+    def fetch(index):
+        expert = divide(index, plan.row_blocks * plan.column_blocks)[0]
+        expert = jnp.minimum(expert, plan.experts - 1)
+        return bounds[expert, 0], bounds[expert, 1]
+
+    def task_of(index, fetched):
+        task = _task(plan, index, fetched)
         pieces = divide(task.end - task.begin + STEP - 1, STEP)[0]
         return task, jnp.where(task.end > task.start, pieces, 0)
 
@@ -184,8 +190,8 @@ def _wgrad_kernel(
         offset, shape = part_origin(tile, warpgroup), tile.part
         mine = pl.ds(offset[0], shape[0]), pl.ds(offset[1], shape[1])
 
-        def one(index, which, passed):
-            task, pieces = task_at(index)
+        def one(index, fetched, which, passed):
+            task, pieces = task_of(index, fetched)
 
             def multiply(acc, slot, k):
                 low = jnp.maximum(task.start - task.begin - k * STEP, 0)
@@ -216,9 +222,9 @@ def _wgrad_kernel(
             )
             return pieces
 
-        each_tile(tile, shares, warpgroup, one)
+        each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(lambda: feed(ring, shares, task_at, sources), compute)
+    run_warpgroups(lambda: feed(ring, shares, fetch, task_of, sources), compute)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.

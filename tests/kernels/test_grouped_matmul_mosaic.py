@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, tuning
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.grouped_matmul import choose, grouped_matmul, specs, tasks
@@ -16,7 +16,9 @@ from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
     Tile,
     heuristic,
+    pick,
     refusal,
+    table_key,
 )
 from pallas_kernels.grouped_matmul.tasks import Column
 
@@ -283,6 +285,17 @@ def test_without_a_measured_row_nothing_picks_the_kernels():
         named = choose(*args, implementation="mosaic")
     assert named.implementation == "mosaic"
     assert named.config == heuristic(rows=58, experts=4, in_dim=64, out_dim=192)
+
+
+def test_a_measured_tile_replaces_the_guess_of_its_product(monkeypatch):
+    sizes = {"rows": 4096, "experts": 8, "in_dim": 2048, "out_dim": 1024}
+    key = table_key("weight", **sizes)
+    assert key == "product=weight,mean=512,in_dim=2048,out_dim=1024"
+    found = {"block_m": 64, "block_n": 128, "stages": 6, "split": "tiles", "ms": 1.5}
+    monkeypatch.setattr(tuning, "_table", lambda device, op: {key: found})
+    picked, guess = pick(**sizes), heuristic(**sizes)
+    assert picked.weight == Tile(block_m=64, block_n=128, stages=6, split="tiles")
+    assert (picked.forward, picked.data) == (guess.forward, guess.data)
 
 
 def test_refusals_name_the_number():
