@@ -16,7 +16,8 @@ from pallas_kernels.causal_conv1d import kernel, tables
 from pallas_kernels.causal_conv1d.config import Config, Kernels
 
 
-def _plan(config: Config, silu: bool, x, weight, bias, table) -> kernel.Plan:
+def plan_of(config: Config, silu: bool, x, weight, bias, table) -> kernel.Plan:
+    """The static part of a launch; arrays as for `kernel.causal_conv1d_fwd`."""
     batch, time, dim = x.shape
     return kernel.Plan(
         batch=batch,
@@ -33,7 +34,7 @@ def _plan(config: Config, silu: bool, x, weight, bias, table) -> kernel.Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _conv(kernels: Kernels, silu: bool, x, weight, bias, state, table, place):
-    plan = _plan(kernels.fwd, silu, x, weight, bias, table)
+    plan = plan_of(kernels.fwd, silu, x, weight, bias, table)
     y = kernel.causal_conv1d_fwd(plan, x, weight, state, bias, table)
     return y, tables.take_inputs(x, state, place)
 
@@ -45,7 +46,7 @@ def _conv_fwd(kernels: Kernels, silu: bool, *arguments: Any):
 def _conv_bwd(kernels: Kernels, silu: bool, arguments: Any, cotangents: Any):
     x, weight, bias, state, table, place = arguments
     dy, d_final = cotangents
-    plan = _plan(kernels.bwd, silu, x, weight, bias, table)
+    plan = plan_of(kernels.bwd, silu, x, weight, bias, table)
     dx, dweight, d_state, dbias = kernel.causal_conv1d_bwd(
         plan, x, weight, state, bias, table, dy
     )
