@@ -61,6 +61,16 @@ def _weights(
     return p, None if ratio is None else 1.0 - ratio * ratio
 
 
+def _unknown_zero(plan: Plan, step: jax.Array) -> jax.Array | int:
+    """Zero; where registers are short, without the compiler knowing it.
+
+    Addresses that depend on it are computed where they are used. Known ones would all
+    be computed before the loop and be spilled there.
+    """
+    short = plan.head_dim == 256 or plan.logit_cap is not None
+    return jnp.minimum(step, 0) if short else 0
+
+
 def _score_gradient(p, slope, d_weights, delta):
     """dS before the factor scale, f32."""
     d_scores = p * (d_weights - delta)
@@ -103,7 +113,6 @@ def _attention_dq_kernel(refs, smem, *, plan):
     def _():
         plgpu.set_max_registers(REGISTERS[count][0], action="increase")
         rows = rows_of(warpgroup)
-        q, do = smem["q"].at[warpgroup], smem["do"].at[warpgroup]
         shape = (ROWS, config.dq_step_kv)
         low, high, lse, delta = (
             tc.per_row(tc.load_global(x, tc.PER_ROW), shape)
@@ -125,6 +134,8 @@ def _attention_dq_kernel(refs, smem, *, plan):
             plgpu.barrier_wait(ring["full"].at[k_slot])
             plgpu.barrier_wait(ring["full"].at[v_slot])
             k, v = ring["tile"].at[k_slot], ring["tile"].at[v_slot]
+            place = warpgroup + _unknown_zero(plan, steps.at(i))
+            q, do = smem["q"].at[place], smem["do"].at[place]
 
             def body(scores, d_weights, dq):
                 tc.mma(scores, q, k.T)
@@ -141,6 +152,7 @@ def _attention_dq_kernel(refs, smem, *, plan):
 
         acc = tc.full((ROWS, plan.head_dim), 0.0, tc.MATRIX)
         acc = in_turn(steps, step, acc)
+        q = smem["q"].at[warpgroup]
         q[...] = (acc * plan.scale).astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, refs["dq"].at[row, rows, head])
@@ -189,8 +201,8 @@ def _both_sums(plan, smem, keys, low_key, each_step):
     """dK and dV of 64 keys in one warpgroup."""
     shape = (ROWS, plan.config.dkv_step_q)
 
-    def step(slot, sums, masked):
-        weights, of = _dkv_step(plan, smem, keys, slot, low_key, masked)
+    def step(slot, zero, sums, masked):
+        weights, of = _dkv_step(plan, smem, keys + zero, slot, low_key, masked)
 
         def body(scores, d_weights, dk, dv):
             tc.mma(scores, of["k"], of["q"].T)
@@ -211,8 +223,8 @@ def _both_sums(plan, smem, keys, low_key, each_step):
 def _sum_of_dv(plan, smem, low_key, each_step):
     shape = (ROWS, plan.config.dkv_step_q)
 
-    def step(slot, dv, masked):
-        weights, of = _dkv_step(plan, smem, 0, slot, low_key, masked)
+    def step(slot, zero, dv, masked):
+        weights, of = _dkv_step(plan, smem, zero, slot, low_key, masked)
 
         def body(scores, dv):
             tc.mma(scores, of["k"], of["q"].T)
@@ -228,8 +240,8 @@ def _sum_of_dv(plan, smem, low_key, each_step):
 def _sum_of_dk(plan, smem, low_key, each_step):
     shape = (ROWS, plan.config.dkv_step_q)
 
-    def step(slot, dk, masked):
-        weights, of = _dkv_step(plan, smem, 0, slot, low_key, masked)
+    def step(slot, zero, dk, masked):
+        weights, of = _dkv_step(plan, smem, zero, slot, low_key, masked)
 
         def body(scores, d_weights, dk):
             tc.mma(scores, of["k"], of["q"].T)
@@ -296,7 +308,8 @@ def _attention_dkv_kernel(refs, smem, *, plan):
                     n = r * steps.count + i
                     slot = lax.rem(n, jnp.int32(stages))
                     plgpu.barrier_wait(ring["full"].at[slot])
-                    sums = step(slot, sums, masked)
+                    zero = _unknown_zero(plan, steps.at(i))
+                    sums = step(slot, zero, sums, masked)
                     tc.give_back(ring["free"].at[slot])
                     return sums
 

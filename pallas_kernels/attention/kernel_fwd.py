@@ -214,7 +214,7 @@ class _Turns:
 
 
 def _softmax(plan, scores, m, l, allowed):
-    """One step: new m and l, the factor on what was summed, P in 16 bits."""
+    """One step: new m and l, the factor on what was summed, P in f32."""
     scores, _ = capped(plan, scores)
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
@@ -223,7 +223,7 @@ def _softmax(plan, scores, m, l, allowed):
     p = jnp.exp2(
         scores * plan.exponent - tc.per_row(largest, (ROWS, plan.config.step_kv))
     )
-    return largest, l * factor + jnp.sum(p, axis=1), factor, p.astype(plan.dtype)
+    return largest, l * factor + jnp.sum(p, axis=1), factor, p
 
 
 def _attend(plan, smem, w, steps, interval, start, n, turns):
@@ -284,6 +284,7 @@ def _attend(plan, smem, w, steps, interval, start, n, turns):
         scores = scores_of(i)
         m, l, factor, p = _softmax(plan, scores, m, l, allowed(i) if masked else None)
         acc = acc * tc.per_row(factor, wide)
+        p = tc.settle(p.astype(plan.dtype))
         slot = place(i, 1)
         arrived(slot)
         turns.take()
@@ -306,6 +307,8 @@ def _attend(plan, smem, w, steps, interval, start, n, turns):
 
         (new_m, new_l, factor, new_p), acc = tc.accumulate(body, shape, acc)
         tc.give_back(ring["free"].at[v_slot])
+        # Only now, as the product read the registers that this is written to.
+        new_p = tc.settle(new_p).astype(plan.dtype)
         return acc * tc.per_row(factor, wide), new_m, new_l, new_p
 
     acc = tc.full(wide, 0.0, tc.MATRIX)
@@ -320,7 +323,8 @@ def _attend(plan, smem, w, steps, interval, start, n, turns):
     m, l = start
     zero = jnp.int32(0)
     m, l, _, p = _softmax(plan, scores_of(zero), m, l, allowed(zero))
-    acc, m, l, p = in_turn(steps, overlapped_step, (acc, m, l, p), begin=1)
+    carry = (acc, m, l, p.astype(plan.dtype))
+    acc, m, l, p = in_turn(steps, overlapped_step, carry, begin=1)
     slot = place(steps.count - 1, 1)
     arrived(slot)
     turns.take()

@@ -127,6 +127,11 @@ def read(total: Any, pending: int = 0) -> jax.Array:
     return lax.optimization_barrier(value)
 
 
+def settle(value: jax.Array) -> jax.Array:
+    """Keeps what uses the value behind the waits and products that came before."""
+    return value if interpret.is_interpreting() else lax.optimization_barrier(value)
+
+
 def per_row(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Repeats a `PER_ROW` vector over the columns of a matrix."""
     return lax.broadcast_in_dim(vector, shape, (0,))
