@@ -46,6 +46,62 @@ class RecurrentCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentCacheOfLayer:
+    """One layer's part of a `RecurrentCache` of several layers; used in its place.
+
+    A kernel that updates the state where it is can so do with the arrays of all layers
+    that a loop carries, without a copy of a layer's part.
+
+    Attributes:
+      stacked: the cache, every array with a leading [num_periods] axis.
+      index: i32[], the layer's row of that axis.
+    """
+
+    stacked: RecurrentCache
+    index: jax.Array
+
+    @property
+    def row(self) -> RecurrentCache:
+        """The layer's part, read."""
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, self.index, keepdims=False),
+            self.stacked,
+        )
+
+    def replace(self, row: RecurrentCache) -> Self:
+        """The same with the layer's part replaced."""
+        stacked = jax.tree.map(
+            lambda leaf, part: jax.lax.dynamic_update_index_in_dim(
+                leaf, part, self.index, 0
+            ),
+            self.stacked,
+            row,
+        )
+        return dataclasses.replace(self, stacked=stacked)
+
+    @property
+    def pools(self) -> RecurrentCache:
+        """All layers' parts as pools [num_periods * B, ...]; no copy."""
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.stacked)
+
+    @property
+    def slots(self) -> jax.Array:
+        """i32[B], where the layer's rows are in `pools`."""
+        batch = self.stacked.state.shape[1]
+        first = self.index.astype(jnp.int32) * batch
+        return first + jnp.arange(batch, dtype=jnp.int32)
+
+    def with_pools(self, conv: jax.Array, state: jax.Array) -> Self:
+        """The same with new pools."""
+        stacked = RecurrentCache(
+            conv=conv.reshape(self.stacked.conv.shape),
+            state=state.reshape(self.stacked.state.shape),
+        )
+        return dataclasses.replace(self, stacked=stacked)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingRecurrent:
     """Tokens that one Gated DeltaNet layer has seen but not kept.
 

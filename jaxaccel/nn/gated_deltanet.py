@@ -12,7 +12,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxaccel.cache.recurrent import PendingRecurrent, RecurrentCache
+from jaxaccel.cache.recurrent import (
+    PendingRecurrent,
+    RecurrentCache,
+    RecurrentCacheOfLayer,
+)
 from jaxaccel.data.batch import PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
@@ -21,6 +25,7 @@ from pallas_kernels.causal_conv1d import causal_conv1d
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_step import (
     Layer,
+    choose,
     gated_delta_commit,
     gated_delta_step,
     gated_delta_verify,
@@ -232,9 +237,9 @@ class GatedDeltaNet(nnx.Module):
         self,
         x: jax.Array,
         meta: PackingMetadata,
-        cache: RecurrentCache | None = None,
+        cache: RecurrentCache | RecurrentCacheOfLayer | None = None,
         length: jax.Array | None = None,
-    ) -> tuple[jax.Array, RecurrentCache | None]:
+    ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
         """Mixes along time.
 
         Args:
@@ -244,13 +249,17 @@ class GatedDeltaNet(nnx.Module):
           length: unused, taken so that all mixers are called alike.
 
         Returns:
-          [B, T, D] in the compute dtype, and the state after the last real token
-          (`None` without a cache).
+          [B, T, D] in the compute dtype, and the state after the last real token, of
+          the cache's type (`None` without one).
         """
         config = self.config
         batch, time, _ = x.shape
         if cache is not None and time == 1:
             return self._step(x, meta, cache)
+        if isinstance(cache, RecurrentCacheOfLayer):
+            row: Any
+            y, row = self(x, meta, cache.row, length)
+            return y, cache.replace(row)
         del length
         if meta.ids_are_given:
             x = jnp.where(meta.is_real[:, :, None], x, jnp.zeros((), x.dtype))
@@ -314,29 +323,52 @@ class GatedDeltaNet(nnx.Module):
         return self.qkv_proj(x), a, b, self.z_proj(x)
 
     def _step(
-        self, x: jax.Array, meta: PackingMetadata, cache: RecurrentCache
-    ) -> tuple[jax.Array, RecurrentCache]:
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: RecurrentCache | RecurrentCacheOfLayer,
+    ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
         """One token, see `__call__`; a padded row keeps its cache and gives zeros."""
         qkv, a, b, z = (p[:, 0] for p in self._projections(x))
-        y, conv, state = gated_delta_step(
-            qkv,
-            a,
-            b,
-            z,
-            self._layer(),
-            cache.conv,
-            cache.state,
-            is_real=meta.is_real[:, 0] if meta.ids_are_given else None,
-            is_first=meta.is_first[:, 0],
-            implementation=self.step_implementation,
+        layer = self._layer()
+
+        def decode(pools, slots=None):
+            return gated_delta_step(
+                qkv,
+                a,
+                b,
+                z,
+                layer,
+                pools.conv,
+                pools.state,
+                slots,
+                is_real=meta.is_real[:, 0] if meta.ids_are_given else None,
+                is_first=meta.is_first[:, 0],
+                implementation=self.step_implementation,
+            )
+
+        if isinstance(cache, RecurrentCache):
+            y, conv, state = decode(cache)
+            new = RecurrentCache(conv=conv, state=state)
+        elif self._updates_in_place((qkv, a, b, z, layer), cache.pools):
+            y, *pools = decode(cache.pools, cache.slots)
+            new = cache.with_pools(*pools)
+        else:
+            y, conv, state = decode(cache.row)
+            new = cache.replace(RecurrentCache(conv=conv, state=state))
+        return self.out_proj(y[:, None]), new
+
+    def _updates_in_place(self, inputs: tuple[Any, ...], pools: RecurrentCache) -> bool:
+        choice = choose(
+            *inputs, pools.conv, pools.state, implementation=self.step_implementation
         )
-        return self.out_proj(y[:, None]), RecurrentCache(conv=conv, state=state)
+        return choice.implementation == "mosaic"
 
     def verify(
         self,
         x: jax.Array,
         meta: PackingMetadata,
-        cache: RecurrentCache,
+        cache: RecurrentCache | RecurrentCacheOfLayer,
         length: jax.Array | None = None,
     ) -> tuple[jax.Array, PendingRecurrent]:
         """Mixes tokens of which only a prefix may be kept, for speculative decoding.
@@ -352,6 +384,8 @@ class GatedDeltaNet(nnx.Module):
           stands behind it gets values without meaning.
         """
         del length
+        if isinstance(cache, RecurrentCacheOfLayer):
+            cache = cache.row
         qkv, a, b, z = self._projections(x)
         y, pending = gated_delta_verify(
             qkv,

@@ -26,9 +26,12 @@ class Config:
       stages: tiles in flight per computing warpgroup, at least 2.
       blocks_per_sm: blocks of the persistent grid on each SM.
       warpgroups: that compute, 1 or 2; each has heads and a ring of its own.
-      part: rows of a tile that a warpgroup has in registers at a time; each part
-        costs two barriers and `part` f32 registers a thread.
+      part: rows of a tile that a warpgroup has in registers at a time, as many f32
+        registers in each thread.
       row_threads: neighbouring threads that share a row of K, 8 or 16.
+      auto_barriers: whether the compiler puts a barrier before and after each write
+        to memory. No write of this kernel needs one: a thread writes where it alone
+        has read, or `commit_smem` stands between.
     """
 
     rows: int = 64
@@ -37,6 +40,7 @@ class Config:
     warpgroups: int = 2
     part: int = 64
     row_threads: int = 8
+    auto_barriers: bool = True
 
     def __post_init__(self):
         allowed = {

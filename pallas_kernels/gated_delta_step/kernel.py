@@ -540,7 +540,9 @@ def gated_delta_step(
         scratch_types=scratch,
         kernel_name="pk_gated_delta_step",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not config.auto_barriers,
         ),
     )(*inputs.values(), conv_ref, state_ref)
     return y.reshape(batch, -1), jax.freeze(conv_ref), jax.freeze(state_ref)

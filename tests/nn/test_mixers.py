@@ -11,10 +11,13 @@ from flax import nnx
 from sequence_checks import T, only, same, shift
 
 from jaxaccel.cache.dense import KVCache
+from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from jaxaccel.nn.rope import RopeConfig
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
 
 
 D = 12
@@ -298,6 +301,56 @@ def test_kept_drafts_are_as_if_read_one_by_one(build, start):
     last, after = x[:, -1:], length + kept
     got = mixer.cached(mixer.state, last, one, cache, after)
     same(got, mixer.cached(mixer.state, last, one, want, after))
+
+
+def _stacked(caches):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_a_layers_part_of_stacked_caches_moves_alone(build, time):
+    module = build(_make("gdn"))
+    mixer = Mixer(module)
+    draw = np.random.default_rng(0)
+    caches = [
+        jax.tree.map(
+            lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype),
+            mixer.empty(2)[0],
+        )
+        for _ in range(3)
+    ]
+    x = jnp.asarray(draw.normal(size=(2, time, D)), jnp.float32)
+    real = jnp.ones((2, time), jnp.int32).at[1, -1].set(0)
+    length = jnp.array([7, 7], jnp.int32)
+    part = RecurrentCacheOfLayer(stacked=_stacked(caches), index=jnp.int32(1))
+    y, after, _ = mixer.cached(mixer.state, x, real, part, length)
+    want, cache, _ = mixer.cached(mixer.state, x, real, caches[1], length)
+    same((y, after.stacked), (want, _stacked([caches[0], cache, caches[2]])), 1e-6)
+
+
+def test_a_kernel_moves_a_layers_part_where_it_is(build):
+    config = _gdn(num_key_heads=1, num_value_heads=1, key_dim=128, value_dim=128)
+
+    def make(implementation):
+        layer = functools.partial(GatedDeltaNet, config, D)
+        return Mixer(
+            build(lambda rngs: layer(implementation=implementation, rngs=rngs))
+        )
+
+    named, plain = make((("gated_delta_step", "mosaic"),)), make(None)
+    cache, length = plain.empty(1)
+    draw = np.random.default_rng(0)
+    caches = [
+        jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), cache)
+        for _ in range(2)
+    ]
+    x, one = jnp.asarray(draw.normal(size=(1, 1, D)), jnp.float32), only([1])[:, :1]
+    part = RecurrentCacheOfLayer(stacked=_stacked(caches), index=jnp.int32(1))
+    with hw.assume(), interpreted():
+        got = named.cached(named.state, x, one, part, length + 3)
+    y, cache, _ = plain.cached(plain.state, x, one, caches[1], length + 3)
+    same(got[0], y)
+    same(got[1].stacked, _stacked([caches[0], cache]))
 
 
 def test_a_bfloat16_state_is_kept_as_such_and_read_in_f32(build, x):
