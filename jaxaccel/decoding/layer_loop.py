@@ -76,7 +76,7 @@ def scan_layers(
         after, kept = [], []
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
             block = nnx.merge(graphdef, state)
-            x, part, keep = layer(block, x, _part(cache, index))
+            x, part, keep = layer(block, x, layer_part(cache, index))
             after.append(put_part(cache, part, index))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)
@@ -87,7 +87,8 @@ def scan_layers(
     return x, caches, kept
 
 
-def _part(cache: LayerCache, index: jax.Array) -> Any:
+def layer_part(cache: LayerCache, index: jax.Array) -> Any:
+    """One layer's part of the cache of its position, as `scan_layers` hands it out."""
     if isinstance(cache, KVCache):
         return KVCacheOfLayer(stacked=cache, index=index)
     return jax.tree.map(

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
-from jaxaccel.data.batch import PackingMetadata, packing_metadata
-from jaxaccel.decoding.layer_loop import put_part, scan_layers
+from jaxaccel.cache.recurrent import PendingRecurrent
+from jaxaccel.data.batch import packing_metadata
+from jaxaccel.decoding.layer_loop import layer_part, put_part, scan_layers
 from jaxaccel.nn.attention import PendingAttention
 from jaxaccel.nn.moe import MoE
 
@@ -29,8 +30,8 @@ class PendingTokens:
     Attributes:
       layers: the layers' caches: attention's with the tokens in them, all others as
         they were.
-      mixers: what each mixer keeps to commit, one per position of the pattern, arrays
-        with a leading [num_periods] axis; `None` for attention.
+      mixers: what Gated DeltaNet layers would write, one per position of the pattern,
+        arrays with a leading [num_periods] axis; `None` for attention.
       length: i32[B], tokens read before.
     """
 
@@ -59,15 +60,14 @@ def verify(
     meta = packing_metadata((batch, time), segment_ids=segments, cached_length=length)
 
     def layer(block: Any, x: jax.Array, part: Any):
-        mixed, pending = _verify_mixer(
-            block.mixer, block.mixer_norm(x), meta, part, length
-        )
+        mixed, pending = block.mixer.verify(block.mixer_norm(x), meta, part, length)
         x = x + mixed
         h = block.mlp_norm(x)
         x = x + (block.mlp(h, meta)[0] if isinstance(block.mlp, MoE) else block.mlp(h))
         if isinstance(pending, PendingAttention):
             return x, pending.cache, None
-        return x, None, pending
+        # The state is read again to commit: it stays, and is not kept a second time.
+        return x, None, pending.tokens
 
     x, layers, mixers = scan_layers(model, model.embed(tokens), cache.layers, layer)
     pending = PendingTokens(layers=layers, mixers=mixers, length=length)
@@ -104,46 +104,14 @@ def _commit_attention(block: Any, cache: Any, length: jax.Array, accepted: jax.A
     return jax.vmap(one)(cache)
 
 
-def _commit_state(block: Any, cache: Any, kept: Any, accepted: jax.Array):
+def _commit_state(block: Any, cache: Any, tokens: Any, accepted: jax.Array):
     graphdef, state = nnx.split(block.mixer)
 
     def period(cache, sliced):
-        index, state, pending = sliced
-        part = _commit_mixer(nnx.merge(graphdef, state), pending, accepted)
+        index, state, tokens = sliced
+        pending = PendingRecurrent(cache=layer_part(cache, index), tokens=tokens)
+        part = nnx.merge(graphdef, state).commit(pending, accepted)
         return put_part(cache, part, index), None
 
     periods = jnp.arange(jax.tree.leaves(cache)[0].shape[0])
-    return jax.lax.scan(period, cache, (periods, state, kept))[0]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Rerun:
-    """A mixer's call, to be made again with fewer tokens."""
-
-    x: jax.Array
-    meta: PackingMetadata
-    cache: Any
-    length: jax.Array
-
-
-def _verify_mixer(mixer, x, meta, cache, length):
-    if hasattr(mixer, "verify"):
-        return mixer.verify(x, meta, cache, length)
-    y, _ = mixer(x, meta, cache, length)
-    return y, _Rerun(x=x, meta=meta, cache=cache, length=length)
-
-
-def _commit_mixer(mixer, pending, accepted):
-    if not isinstance(pending, _Rerun):
-        return mixer.commit(pending, accepted)
-    meta = pending.meta
-    rank = jnp.cumsum(meta.is_real.astype(jnp.int32), axis=1)
-    is_real = meta.is_real & (rank <= accepted[:, None])
-    meta = dataclasses.replace(
-        meta,
-        is_real=is_real,
-        is_first=meta.is_first & is_real,
-        segment_ids=jnp.where(is_real, meta.segment_ids, 0),
-    )
-    return mixer(pending.x, meta, pending.cache, pending.length)[1]
+    return jax.lax.scan(period, cache, (periods, state, tokens))[0]
