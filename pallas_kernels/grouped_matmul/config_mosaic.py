@@ -157,6 +157,20 @@ def _weight(rows_per_expert: int, columns: int) -> Tile:
     return Tile(block_m=128, block_n=width, stages=_stages(128, width))
 
 
+# What a tuning run tries for each product.
+CANDIDATES = (
+    Tile(block_m=128, block_n=256, stages=4),
+    Tile(block_m=128, block_n=192, stages=4),
+    Tile(block_m=128, block_n=128, stages=6),
+    Tile(block_m=128, block_n=256, stages=4, split="columns"),
+    Tile(block_m=64, block_n=256, stages=4, split="columns"),
+    Tile(block_m=64, block_n=128, stages=8, split="columns"),
+    Tile(block_m=128, block_n=128, stages=6, split="tiles"),
+    Tile(block_m=64, block_n=256, stages=4, split="tiles"),
+    Tile(block_m=64, block_n=128, stages=8, split="tiles"),
+)
+
+
 def heuristic(*, rows: int, experts: int, in_dim: int, out_dim: int) -> Config:
     """Picks launch parameters from rows per expert, K and N.
 

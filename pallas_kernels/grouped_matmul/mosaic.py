@@ -10,12 +10,24 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.grouped_matmul.config_mosaic import Config
+from pallas_kernels.grouped_matmul import kernel_wgrad
+from pallas_kernels.grouped_matmul.config_mosaic import Config, Tile
 from pallas_kernels.grouped_matmul.kernel import Product, product
-from pallas_kernels.grouped_matmul.kernel_wgrad import (
-    WeightGradient,
-    weight_gradient,
-)
+
+
+def _product(x, w, group_sizes, dtype, tile: Tile, *, transposed: bool) -> jax.Array:
+    depth, columns = w.shape[:0:-1] if transposed else w.shape[1:]
+    plan = Product(
+        rows=x.shape[0],
+        experts=w.shape[0],
+        depth=depth,
+        columns=columns,
+        transposed=transposed,
+        dtype=x.dtype,
+        out_dtype=dtype,
+        tile=tile,
+    )
+    return product(plan, x, w, group_sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -27,18 +39,27 @@ def grouped_matmul(
     config: Config,
 ) -> jax.Array:
     """Kernel form; arguments and results as in `api.grouped_matmul`."""
+    return _product(x, w, group_sizes, dtype, config.forward, transposed=False)
+
+
+def data_gradient(x, w, group_sizes, dy, config: Config) -> jax.Array:
+    """dx of x's dtype; dy [M, N] of x's dtype, the rest as for `grouped_matmul`."""
+    return _product(dy, w, group_sizes, x.dtype, config.data, transposed=True)
+
+
+def weight_gradient(x, w, group_sizes, dy, config: Config) -> jax.Array:
+    """dw of w's dtype; dy [M, N] of x's dtype, the rest as for `grouped_matmul`."""
     experts, in_dim, out_dim = w.shape
-    plan = Product(
+    plan = kernel_wgrad.WeightGradient(
         rows=x.shape[0],
         experts=experts,
-        depth=in_dim,
-        columns=out_dim,
-        transposed=False,
+        in_dim=in_dim,
+        out_dim=out_dim,
         dtype=x.dtype,
-        out_dtype=dtype,
-        tile=config.forward,
+        out_dtype=w.dtype,
+        tile=config.weight,
     )
-    return product(plan, x, w, group_sizes)
+    return kernel_wgrad.weight_gradient(plan, x, dy, group_sizes)
 
 
 def _forward(x, w, group_sizes, dtype, config):
@@ -48,26 +69,8 @@ def _forward(x, w, group_sizes, dtype, config):
 def _backward(dtype, config, residuals, dy):
     del dtype
     x, w, group_sizes = residuals
-    experts, in_dim, out_dim = w.shape
-    sizes = {"rows": x.shape[0], "experts": experts, "dtype": x.dtype}
-    dy = dy.astype(x.dtype)
-    data = Product(
-        **sizes,
-        depth=out_dim,
-        columns=in_dim,
-        transposed=True,
-        out_dtype=x.dtype,
-        tile=config.data,
-    )
-    weight = WeightGradient(
-        **sizes,
-        in_dim=in_dim,
-        out_dim=out_dim,
-        out_dtype=w.dtype,
-        tile=config.weight,
-    )
-    dx = product(data, dy, w, group_sizes)
-    return dx, weight_gradient(weight, x, dy, group_sizes), None
+    operands = x, w, group_sizes, dy.astype(x.dtype), config
+    return data_gradient(*operands), weight_gradient(*operands), None
 
 
 grouped_matmul.defvjp(_forward, _backward)

@@ -14,6 +14,8 @@ from pallas_kernels._common.testing import assert_close
 from pallas_kernels.grouped_matmul import choose, grouped_matmul, specs, tasks
 from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
+    CANDIDATES,
+    Config,
     Tile,
     heuristic,
     pick,
@@ -101,31 +103,31 @@ TILES = (
 )
 
 
-def single(what, tile, spec, args, dtype):
+def single(what, tile, args, dtype):
     """One of the three products, cut as `tile` says."""
-    from pallas_kernels.grouped_matmul import kernel, kernel_wgrad
+    from pallas_kernels.grouped_matmul import kernel_wgrad, mosaic
 
-    x, w, sizes, dy = args
-    call = {
-        "rows": spec.rows,
-        "experts": spec.experts,
-        "dtype": x.dtype,
-        "out_dtype": jnp.dtype(dtype),
-        "tile": tile,
-    }
-    dims = spec.in_dim, spec.out_dim
-    if what == "dw":
-        plan = kernel_wgrad.WeightGradient(in_dim=dims[0], out_dim=dims[1], **call)
-        return kernel_wgrad.weight_gradient(plan, x, dy, sizes)
-    back = what == "dx"
-    depth, columns = reversed(dims) if back else dims
-    plan = kernel.Product(depth=depth, columns=columns, transposed=back, **call)
-    return kernel.product(plan, dy if back else x, w, sizes)
+    x, w, sizes, dy = (jnp.asarray(a) for a in args)
+    if what != "dw":
+        operand, back = (dy, True) if what == "dx" else (x, False)
+        return mosaic._product(
+            operand, w, sizes, jnp.dtype(dtype), tile, transposed=back
+        )
+    plan = kernel_wgrad.WeightGradient(
+        rows=x.shape[0],
+        experts=w.shape[0],
+        in_dim=w.shape[1],
+        out_dim=w.shape[2],
+        dtype=x.dtype,
+        out_dtype=jnp.dtype(dtype),
+        tile=tile,
+    )
+    return kernel_wgrad.weight_gradient(plan, x, dy, sizes)
 
 
 def cut(what, tile, sms, spec, dtype=jnp.bfloat16):
     with hw.assume(card(sms)), interpreted():
-        return np.asarray(single(what, tile, spec, arguments(spec), dtype))
+        return np.asarray(single(what, tile, arguments(spec), dtype))
 
 
 @pytest.mark.parametrize(
@@ -204,45 +206,34 @@ def test_the_table_is_long_enough_for_the_worst_sizes():
 
 
 def lowered(what, tile, rows=8192, experts=8, in_dim=2688, out_dim=1856):
-    from pallas_kernels.grouped_matmul import kernel, kernel_wgrad
-
     like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    x, dy = like((rows, in_dim)), like((rows, out_dim))
-    w, sizes = (
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+    args = (
+        like((rows, in_dim)),
         like((experts, in_dim, out_dim)),
-        like((experts,)).update(dtype=jnp.int32),
+        sizes,
+        like((rows, out_dim)),
     )
-    call = {"rows": rows, "experts": experts, "dtype": x.dtype, "out_dtype": x.dtype}
     with hw.assume():
-        if what == "weight":
-            plan = kernel_wgrad.WeightGradient(
-                in_dim=in_dim, out_dim=out_dim, tile=tile, **call
-            )
-            traced = kernel_wgrad.weight_gradient.trace(plan, x, dy, sizes)
-        else:
-            back = what == "data"
-            depth, columns = (out_dim, in_dim) if back else (in_dim, out_dim)
-            plan = kernel.Product(
-                depth=depth, columns=columns, transposed=back, tile=tile, **call
-            )
-            traced = kernel.product.trace(plan, dy if back else x, w, sizes)
+        traced = jax.jit(lambda *a: single(what, tile, a, jnp.bfloat16)).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def possible(what):
+def possible(name):
     """Every tile that the heuristic gives to a product, over sizes that matter."""
     means = (1, 64, 65, 160, 352, 512, 513, 4096)
     dims = (64, 128, 512, 1024, 1856, 2688, 2880, 4096, 3072)
     return sorted(
         {
-            getattr(heuristic(rows=m, experts=1, in_dim=k, out_dim=n), what)
+            getattr(heuristic(rows=m, experts=1, in_dim=k, out_dim=n), name)
             for m, k, n in itertools.product(means, dims, dims)
         },
         key=str,
     )
 
 
-CONFIGS = [(what, t) for what in ("forward", "data", "weight") for t in possible(what)]
+WHAT = {"y": "forward", "dx": "data", "dw": "weight"}
+CONFIGS = [(what, t) for what, name in WHAT.items() for t in possible(name)]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +243,7 @@ CONFIGS = [(what, t) for what in ("forward", "data", "weight") for t in possible
 )
 def test_every_config_fits_and_lowers_for_the_card(what, tile):
     hw.check_smem(tile.smem_bytes())
-    names = {"forward": "fwd", "data": "dgrad", "weight": "wgrad"}
+    names = {"y": "fwd", "dx": "dgrad", "dw": "wgrad"}
     assert f"pk_grouped_matmul_{names[what]}" in lowered(what, tile)
 
 
@@ -296,6 +287,35 @@ def test_a_measured_tile_replaces_the_guess_of_its_product(monkeypatch):
     picked, guess = pick(**sizes), heuristic(**sizes)
     assert picked.weight == Tile(block_m=64, block_n=128, stages=6, split="tiles")
     assert (picked.forward, picked.data) == (guess.forward, guess.data)
+
+
+def test_what_a_tuning_run_tries_fits_the_card():
+    assert len(set(CANDIDATES)) == len(CANDIDATES)
+    for tile in CANDIDATES:
+        hw.check_smem(tile.smem_bytes())
+
+
+def test_tuning_keeps_the_fastest_tile_that_is_right(monkeypatch, capsys):
+    from pallas_kernels.grouped_matmul import config_mosaic, tune
+
+    right, wrong, refused = TILES
+
+    def run(product, config, *args):
+        if config.data == refused:
+            raise ValueError("does not fit")
+        factor = 1.5 if config.data == wrong else 1.0
+        return tune._exact(product, *args) * jnp.asarray(factor, jnp.bfloat16)
+
+    monkeypatch.setattr(tune, "_one", run)
+    monkeypatch.setattr(tune, "_variants", lambda *_: ())
+    monkeypatch.setattr(config_mosaic, "CANDIDATES", (refused, right))
+    monkeypatch.setattr(config_mosaic, "heuristic", lambda **_: Config(data=wrong))
+    (entry,) = tune.tune(KERNEL["ci_kernel_narrow"], ["data"]).values()
+    assert entry.pop("ms") > 0
+    assert Tile(**entry) == right
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed
+    assert "relative error" in printed
 
 
 def test_refusals_name_the_number():
@@ -360,7 +380,6 @@ def test_model_shapes_on_the_card(name):
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.split)
 def test_however_it_is_cut_on_the_card(tile):
     from pallas_kernels.grouped_matmul import mosaic
-    from pallas_kernels.grouped_matmul.config_mosaic import Config
 
     spec = MODEL["borders"]
     x, w, sizes, dy = jax.jit(spec.arguments)(jax.random.key(1))
