@@ -45,7 +45,7 @@ from pallas_kernels.grouped_matmul.kernel import (
 
 
 def _eight_rows() -> Any:
-    """Layout of [8, 64]: two rows a warp, sixteen threads a row, four values each."""
+    """Layout of [8, 64 n]: two rows a warp, sixteen threads a row, four values each."""
     layout = mgpu.TiledLayout(
         plgpu.Tiling(((8, 64), (2, 64), (1, 4))),
         warp_dims=(-6,),
@@ -103,11 +103,10 @@ def _task(plan: WeightGradient, index: jax.Array, fetched: Fetched) -> _Task:
     return _Task(expert, row, column, begin, start, end)
 
 
-def _clear(piece: Any, height: int, low: jax.Array, high: jax.Array) -> None:
-    """Writes zeros over the rows of [height, 64] outside [low, high)."""
-    layout = plgpu.Layout.WGMMA if height == STEP else _eight_rows()
-    shape = (height, 64)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+def _clear(piece: Any, low: jax.Array, high: jax.Array) -> None:
+    """Writes zeros over the rows of [8 or 64, 64 n] outside [low, high)."""
+    layout = plgpu.Layout.WGMMA if piece.shape[0] == STEP else _eight_rows()
+    row = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=layout)
     value = plgpu.load(piece, layout=layout, optimized=False)
     mine = (row >= low) & (row < high)
     piece[...] = jnp.where(mine, value, jnp.zeros((), value.dtype))
@@ -123,21 +122,21 @@ def _clear_others(
 ) -> None:
     """Writes zeros over the rows of a piece outside [low, high), in both operands.
 
-    Warpgroups that share a piece share the work, column by column of 64.
+    Warpgroups that share a piece share the work.
     """
     height = plan.tile.tail_rows
-    pieces = [
-        (operand, 64 * at)
-        for operand in operands
-        for at in range(operand.shape[-1] // 64)
-    ]
+    parts = []
+    for operand in operands:
+        # Registers hold few columns of all rows beside the sums.
+        width = 64 if height == STEP else operand.shape[-1]
+        parts += [(operand, at, width) for at in range(0, operand.shape[-1], width)]
     shared = plan.tile.rings == 1
 
     def clear(at, carry):
         top = at * height
-        for number, (operand, column) in enumerate(pieces):
-            piece = operand.at[slot, pl.ds(top, height), pl.ds(column, 64)]
-            one = functools.partial(_clear, piece, height, low - top, high - top)
+        for number, (operand, column, width) in enumerate(parts):
+            piece = operand.at[slot, pl.ds(top, height), pl.ds(column, width)]
+            one = functools.partial(_clear, piece, low - top, high - top)
             if shared:
                 pl.when(warpgroup == number % COMPUTING)(one)
             else:
