@@ -134,12 +134,13 @@ def rows():
         op = gradients("mosaic", **options)
         return op(x, weight, jnp.full((256,), 7.0), state, dy, d_state)
 
-    compiled = jit(run)
-    full = ((ROWS, TIME, 256),) * 2 + ((ROWS, 3, 256),) * 2
-    bools = (jnp.zeros((ROWS, TIME), bool),) * 2
+    kept = (ROWS, 3, 256)
+    shapes = [jax.ShapeDtypeStruct((ROWS, TIME), bool)] * 2
+    shapes += [jax.ShapeDtypeStruct((ROWS, TIME, 256), jnp.float32)] * 2
+    shapes += [jax.ShapeDtypeStruct(kept, jnp.float32)] * 2
     with pytest.MonkeyPatch.context() as patch, interpreted():
         patch.setattr(config, "pick", lambda *_: RING)
-        compiled(*bools, *(jnp.zeros(shape) for shape in full))
+        compiled = jit(run).lower(*shapes).compile()
 
     def call(*args):
         with interpreted():
