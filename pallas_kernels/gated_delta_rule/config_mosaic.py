@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
@@ -53,9 +53,12 @@ class Gate(enum.IntEnum):
     START = 4
 
 
+Order = Literal["queries_first", "queries_last", "values_first"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Launch parameters. Results depend on `segments` alone.
+    """Launch parameters. Results depend on `segments` and `order` in their rounding.
 
     Attributes:
       segments: stretches of time of each row that run side by side, see
@@ -63,23 +66,30 @@ class Config:
         from one to the next is rounded otherwise than inside one, so with more than
         one, a document's bits depend on where the borders fall.
       stages: chunks in shared memory at a time in the forward kernel, 2 or 3.
-      early_values: whether the forward kernel multiplies the values with R along with
-        the first products of a chunk, one product less in the chain of those that
-        wait for each other, instead of along with the second.
+      order: of the products of a chunk in the forward kernel. "queries_first" reads
+        the state with Q along with K. The others read it along with the last
+        products, so that less stands before what the next chunk waits for; they need
+        Q weighed by the decay, in 16 bits. "queries_last" does only that;
+        "values_first" multiplies the values with R along with the first products,
+        too.
       grads_warpgroups: of a block of `kernel_grads`, 2 or 4.
     """
 
     segments: int | None = 1
     stages: int = STAGES
-    early_values: bool = False
+    order: Order = "queries_first"
     grads_warpgroups: int = 2
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
             raise ValueError(f"segments={self.segments}, allowed are >= 1 and None")
-        for name, allowed in (("stages", (2, 3)), ("grads_warpgroups", (2, 4))):
+        for name, allowed in (
+            ("stages", (2, 3)),
+            ("order", get_args(Order)),
+            ("grads_warpgroups", (2, 4)),
+        ):
             if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value}, allowed are {allowed}")
+                raise ValueError(f"{name}={value!r}, allowed are {allowed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

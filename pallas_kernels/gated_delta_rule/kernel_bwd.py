@@ -124,7 +124,16 @@ def _carry_gradient(
         d_initial_ref.at[item, half][...] = d_state
         plgpu.wait_smem_to_gmem(0)
 
-    start_warpgroups(shapes, scale, sources, ring, item, carry_state, reverse=True)
+    start_warpgroups(
+        shapes,
+        scale,
+        sources,
+        ring,
+        item,
+        carry_state,
+        reverse=True,
+        weigh_queries=True,
+    )
 
 
 def _chunk_bwd_kernel(

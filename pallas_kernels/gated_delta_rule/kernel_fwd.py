@@ -43,6 +43,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     STATE_WARPGROUPS,
     Config,
     Gate,
+    Order,
     Shapes,
     Warpgroup,
 )
@@ -169,7 +170,7 @@ def state_pass(
     emit: Callable[..., None],
     *,
     stages: int = STAGES,
-    early_values: bool = False,
+    order: Order = "queries_first",
 ) -> jax.Array:
     """Warpgroup that carries 64 rows of S^T; returns them after the last chunk.
 
@@ -182,10 +183,13 @@ def state_pass(
       emit: called in each chunk with i, S^T at entry in 16 bits and O^T if there are
         scores.
       stages: slots of the ring.
-      early_values: see `Config`.
+      order: of the products, see `Config`; unless queries are first, `mix` has
+        weighed them.
     """
     half = pl.ds(warpgroup * HALF, HALF)
     with_scores, with_values = "scores" in ring, "v" in ring
+    queries_first = with_scores and order == "queries_first"
+    values_first = with_values and order == "values_first"
 
     def chunk(i, state):
         slot = lax.rem(i, jnp.int32(stages))
@@ -194,33 +198,36 @@ def state_pass(
         gates, k = ring["gates"].at[slot], ring["k"].at[slot]
         enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
         entry = state.astype(shapes.dtype)
-        reads = [(entry, k.T)]
-        if with_scores:
-            reads.append((entry, ring["q"].at[slot].T))
         weights = ring["weights"].at[slot].T
         values: list[Any] = []
         if with_values:
             values.append((ring["v"].at[slot, :, half].T, weights))
-        if early_values:
+        reads = [(entry, k.T)]
+        if queries_first:
+            reads.append((entry, ring["q"].at[slot].T))
+        if values_first:
             plgpu.barrier_wait(ring["mixed"].at[slot])
-            known, *read = tc.mma_each(*reads, *values)
-        else:
-            known, *read = tc.mma_each(*reads)
+            reads += values
+        known, *read = tc.mma_each(*reads)
         missing = (-known * tc.per_column(enter, shape)).astype(shapes.dtype)
-        if early_values:
-            from_values = read.pop() if with_values else None
-            written = tc.mma((missing, weights), init=from_values)
+        if values_first:
+            written = tc.mma((missing, weights), init=read.pop())
         else:
             plgpu.barrier_wait(ring["mixed"].at[slot])
             written = tc.mma(*values, (missing, weights))
         leave = tc.load(gates.at[Gate.LEAVE], tc.PER_COLUMN)
         left = (written * tc.per_column(leave, shape)).astype(shapes.dtype)
         across = gates[Gate.ENTER, CHUNK - 1]
-        sums = [(state * across, (left, k))]
+        sums: list[Any] = [(state * across, (left, k))]
         if with_scores:
-            entering = read[0] * tc.per_column(enter * scale, shape)
             scores = ring["scores"].at[slot].T
-            sums.append((entering, (written.astype(shapes.dtype), scores)))
+            terms = [(written.astype(shapes.dtype), scores)]
+            if queries_first:
+                entering = read[0] * tc.per_column(enter * scale, shape)
+            else:
+                entering = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), tc.ROWS)
+                terms.append((entry, ring["q"].at[slot].T))
+            sums.append((entering, *terms))
         state, *out = tc.mma_onto(*sums)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring["free"].at[slot])
@@ -260,12 +267,19 @@ def _chunk_fwd_kernel(
             warpgroup,
             emit,
             stages=config.stages,
-            early_values=config.early_values,
+            order=config.order,
         )
         plgpu.wait_smem_to_gmem(0)
 
     start_warpgroups(
-        shapes, scale, sources, ring, item, carry_state, stages=config.stages
+        shapes,
+        scale,
+        sources,
+        ring,
+        item,
+        carry_state,
+        stages=config.stages,
+        weigh_queries=config.order != "queries_first",
     )
 
 
@@ -317,12 +331,13 @@ def start_warpgroups(
     *,
     stages: int = STAGES,
     reverse: bool = False,
+    weigh_queries: bool = False,
 ) -> None:
     """Gives each warpgroup of a block its part.
 
     Args:
-      shapes, scale, sources, ring, item, stages, reverse: as for `feed` and `mix`; in
-        reverse the queries are weighed.
+      shapes, scale, sources, ring, item, stages, reverse, weigh_queries: as for `feed`
+        and `mix`.
       carry_state: called with their index in the warpgroups that hold the state.
     """
     warpgroup = lax.axis_index("warpgroup")
@@ -335,7 +350,7 @@ def start_warpgroups(
     @pl.when(warpgroup == Warpgroup.MIX)
     def _():
         plgpu.set_max_registers(REGISTERS[Warpgroup.MIX], action="decrease")
-        mix(shapes, scale, ring, stages=stages, weigh_queries=reverse)
+        mix(shapes, scale, ring, stages=stages, weigh_queries=weigh_queries)
 
     @pl.when(warpgroup < STATE_WARPGROUPS)
     def _():

@@ -183,7 +183,16 @@ def _entry_gradient_kernel(sources, d_last_ref, out_ref, *, ring, shapes, scale,
             shapes, ring, d_state, warpgroup, _nothing
         )
 
-    start_warpgroups(shapes, scale, sources, ring, item, carry_state, reverse=True)
+    start_warpgroups(
+        shapes,
+        scale,
+        sources,
+        ring,
+        item,
+        carry_state,
+        reverse=True,
+        weigh_queries=True,
+    )
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.

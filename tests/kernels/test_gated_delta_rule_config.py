@@ -84,6 +84,8 @@ def test_segments_are_planned_to_fill_the_card():
         Config(segments=0)
     with pytest.raises(ValueError, match="stages=4"):
         Config(stages=4)
+    with pytest.raises(ValueError, match="order='any'"):
+        Config(order="any")
     tokens = jax.ShapeDtypeStruct((1, CHUNK, 1, 128), jnp.bfloat16)
     gates = jax.ShapeDtypeStruct((1, CHUNK, 1), jnp.float32)
     rule = functools.partial(
