@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaccel.core.offload import offload_scan
+from jaxaccel.core.offload import OFFLOADING, offload_scan
+from jaxaccel.core.offload_plan import (
+    CANARY_TOLERANCE,
+    OffloadPlan,
+    compiler_options,
+    gradient_canary,
+    verify_offload,
+)
 from pallas_kernels._common import aot
 
 
@@ -252,6 +259,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccel.core.offload import offload_scan
+from jaxaccel.core.offload_plan import OffloadFailed, OffloadPlan, verify_offload
 from pallas_kernels._common import aot
 
 L, T, D, F = 4, 2048, 1024, 4096
@@ -266,14 +274,26 @@ def layer(w, x, consts):
     return x + jax.nn.silu(x @ w["up"]) @ w["down"], None
 
 
-def loss(ws, x):
-    y, _ = offload_scan(layer, ws, x, mode="ring")
-    return jnp.mean(jnp.square(y.astype(jnp.float32)))
+def compiled_in(mode):
+    def loss(ws, x):
+        y, _ = offload_scan(layer, ws, x, mode=mode)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    return aot.compile_for_h200(jax.grad(loss, argnums=(0, 1)), ws, x)
 
 
-compiled = aot.compile_for_h200(jax.grad(loss, argnums=(0, 1)), ws, x)
-one = T * D * 2
+compiled, one = compiled_in("ring"), T * D * 2
 assert compiled.memory_analysis().host_temp_size_in_bytes == L * one
+plan = OffloadPlan(mode="ring", host_bytes=L * one, device_bytes=2 * one, reason="")
+verify_offload(compiled, plan, "gpu")
+remat = compiled_in("remat")
+try:
+    verify_offload(remat, plan, "gpu")
+    raise SystemExit("an executable without host memory passed")
+except OffloadFailed as error:
+    print(error)
+device = [c.memory_analysis().temp_size_in_bytes for c in (compiled, remat)]
+assert device[0] <= device[1] - (L - 3) * one, device
 lines = compiled.as_text().splitlines()
 # Copies by descriptor, not a kernel that reads host memory; backward, downwards.
 strides = re.findall(r'"byte_stride":"(-?[0-9]+)"', compiled.as_text())
@@ -296,3 +316,48 @@ def test_the_copy_back_runs_behind_matrix_products_on_an_h200():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "matrix products behind the copy" in done.stdout
+
+
+@pytest.mark.gpu
+def test_ring_repeats_bit_for_bit_on_the_card():
+    length, rows, width = 8, 4096, 1024
+    keys = jax.random.split(jax.random.key(0), 2)
+    ws = jax.random.normal(keys[0], (length, width, width), jnp.bfloat16)
+    x = jax.random.normal(keys[1], (rows, width), jnp.bfloat16)
+
+    def wide(w, x, consts):
+        return x + jnp.tanh(x @ w * jnp.asarray(width**-0.5, x.dtype)), None
+
+    def gradient(mode):
+        def loss(ws, x):
+            y, _ = offload_scan(wide, ws, x, mode=mode)
+            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+        options = compiler_options(mode, "gpu")
+        jitted = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options)
+        return jitted.lower(ws, x).compile()
+
+    ring = gradient("ring")
+    size = length * rows * width * 2
+    plan = OffloadPlan(mode="ring", host_bytes=size, device_bytes=0, reason="")
+    verify_offload(ring, plan, "gpu")
+    first, want = ring(ws, x), gradient("remat")(ws, x)
+    for got, expected in zip(first, want, strict=True):
+        got, expected = (np.asarray(a, np.float32) for a in (got, expected))
+        axes = tuple(range(got.ndim - 2, got.ndim))  # layer by layer
+        difference = np.linalg.norm(got - expected, axis=axes)
+        assert (difference <= 1e-2 * np.linalg.norm(expected, axis=axes)).all()
+    same = jax.jit(
+        lambda a, b: jnp.all(
+            jnp.asarray(
+                jax.tree.leaves(jax.tree.map(lambda x, y: jnp.all(x == y), a, b))
+            )
+        )
+    )
+    assert all(bool(same(ring(ws, x), first)) for _ in range(100))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", OFFLOADING)
+def test_the_canary_on_the_card(mode):
+    assert gradient_canary(mode) <= CANARY_TOLERANCE
