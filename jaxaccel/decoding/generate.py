@@ -229,8 +229,6 @@ def _events(
     seed: int | Sequence[int],
     tokens_per_call: int,
 ) -> Iterator[tuple[int, int]]:
-    if tokens_per_call < 1:
-        raise ValueError(f"tokens_per_call={tokens_per_call} is less than 1")
     draw = check_request(
         model,
         prompts,
@@ -239,6 +237,8 @@ def _events(
         stop_tokens=stop_tokens,
         vocab_limit=vocab_limit,
     )
+    if tokens_per_call < 1:
+        raise ValueError(f"tokens_per_call={tokens_per_call} is less than 1")
     keys = row_keys(seed, len(prompts))
     if not prompts:
         return iter(())

@@ -10,7 +10,6 @@ from jaxaccel.data.tokenizer import ByteTokenizer
 from jaxaccel.decoding import generate as generate_lib
 from jaxaccel.decoding.generate import generate, generate_stream, generate_text
 from jaxaccel.decoding.sampling import SamplingConfig
-from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 
 
@@ -21,9 +20,9 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(random_model):
     config = Qwen3_5TextConfig.tiny(pattern=("gdn", "attention"), num_layers=2)
-    return Decoder(config.decoder(), rngs=nnx.Rngs(0))
+    return random_model(config.decoder())
 
 
 @pytest.fixture(scope="module")

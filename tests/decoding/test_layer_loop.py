@@ -11,7 +11,6 @@ from jaxaccel.data.batch import packing_metadata
 from jaxaccel.decoding import generate as generate_lib
 from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.decoding.sampling import SamplingConfig
-from jaxaccel.models.decoder import init_decoder
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 
 
@@ -20,9 +19,9 @@ ROWS = 4
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(random_model):
     config = Qwen3_5TextConfig.tiny(pattern=("gdn", "attention"), num_layers=8)
-    return init_decoder(config.decoder())
+    return random_model(config.decoder())
 
 
 def test_it_reads_as_the_decoder_does(model):

@@ -11,7 +11,7 @@ from jaxaccel.decoding.generate import generate
 from jaxaccel.decoding.sampling import SamplingConfig, probabilities
 from jaxaccel.decoding.speculative import generate_speculative, judge
 from jaxaccel.decoding.verify import commit, verify
-from jaxaccel.models.decoder import Decoder, init_decoder
+from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 
 
@@ -23,11 +23,11 @@ FEW = 3
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(random_model):
     config = Qwen3_5TextConfig.tiny(
         pattern=("gdn", "attention"), num_layers=2, num_mtp_layers=1
     )
-    return init_decoder(config.decoder(), 1)
+    return random_model(config.decoder(), 1)
 
 
 @pytest.fixture(scope="module")
