@@ -98,10 +98,15 @@ def heuristic(*, head_dim: int) -> Config:
     return Config(slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6)
 
 
+def table_key(head_dim: int) -> str:
+    """The key of a head dim in `tuned/<device>/attention.json`."""
+    return tuning.key(head_dim=head_dim)
+
+
 def pick(*, head_dim: int) -> Config:
     """The measured config where there is one, else the heuristic's."""
     config = heuristic(head_dim=head_dim)
-    found = tuning.lookup("attention", tuning.key(head_dim=head_dim))
+    found = tuning.lookup("attention", table_key(head_dim))
     if found is None:
         return config
     names = {field.name for field in dataclasses.fields(Config)}

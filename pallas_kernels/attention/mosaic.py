@@ -18,7 +18,7 @@ from pallas_kernels.attention.config_mosaic import (
     padded_length,
     with_blocks,
 )
-from pallas_kernels.attention.kernel_bwd import attention_dkv, attention_dq
+from pallas_kernels.attention.kernel_bwd import DELTA, attention_dkv, attention_dq
 from pallas_kernels.attention.kernel_fwd import LOG2_E, NOTHING, Plan, attention_fwd
 from pallas_kernels.attention.tiles import TileBounds
 
@@ -37,36 +37,28 @@ def _natural(lse: jax.Array) -> jax.Array:
     return jnp.swapaxes(lse, 1, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q, k, v, sinks, bounds: TileBounds):
-    return _attention_forward(plan, q, k, v, sinks, bounds)[0]
-
-
-def _attention_forward(plan: Plan, q, k, v, sinks, bounds: TileBounds):
+def forward_inputs(q, k, v, sinks, bounds: TileBounds) -> dict[str, jax.Array]:
+    """What `attention_fwd` reads, padded to whole blocks and steps."""
     inputs = {
         "q": q,
         "k": k,
         "v": v,
         "key_start": bounds.key_start,
         "key_stop": bounds.key_stop,
-        "tiles": bounds.q_tiles,
-        "order": bounds.q_order,
     }
-    if sinks is not None:
-        inputs["sinks"] = sinks
-    o, lse = attention_fwd(plan, inputs)
-    o = checkpoint_name(o, "attention_o")
-    lse = checkpoint_name(lse, "attention_lse")
-    return (o, _natural(lse)), (q, k, v, sinks, bounds, o, lse)
+    inputs |= by_query(bounds)
+    return inputs if sinks is None else inputs | {"sinks": sinks}
 
 
-def _attention_backward(plan: Plan, saved: Any, cotangents: Any):
-    q, k, v, sinks, bounds, o, lse = saved
-    do, d_lse = cotangents
+def backward_inputs(
+    q, k, v, o, lse, do, d_lse, bounds: TileBounds
+) -> dict[str, jax.Array]:
+    """What both backward kernels read, without the table of their blocks."""
     delta = jnp.einsum("bthv,bthv->bht", do.astype(jnp.float32), o.astype(jnp.float32))
-    # The logarithm of the sums has the softmax as its gradient: dS = P (dP - delta).
-    delta = delta - jnp.swapaxes(d_lse, 1, 2)
-    inputs = {
+    if d_lse is not None:
+        # The logarithm of the sums has the softmax as its gradient.
+        delta = delta - jnp.swapaxes(d_lse, 1, 2)
+    return {
         "q": q,
         "k": k,
         "v": v,
@@ -74,18 +66,70 @@ def _attention_backward(plan: Plan, saved: Any, cotangents: Any):
         "stats": jnp.stack([lse, delta], axis=2),
         "intervals": jnp.stack([bounds.key_start, bounds.key_stop], axis=1),
     }
-    by_query = {"tiles": bounds.q_tiles, "order": bounds.q_order}
-    by_key = {"tiles": bounds.kv_tiles, "order": bounds.kv_order}
-    dq = attention_dq(plan, inputs | by_query)
-    dk, dv = attention_dkv(plan, inputs | by_key)
+
+
+def by_query(bounds: TileBounds) -> dict[str, jax.Array]:
+    """The table of blocks of queries, and the order to take them in."""
+    return {"tiles": bounds.q_tiles, "order": bounds.q_order}
+
+
+def by_key(bounds: TileBounds) -> dict[str, jax.Array]:
+    """The same of blocks of keys."""
+    return {"tiles": bounds.kv_tiles, "order": bounds.kv_order}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, q, k, v, sinks, bounds: TileBounds):
+    return _attention_forward(plan, q, k, v, sinks, bounds)[0]
+
+
+def _attention_forward(plan: Plan, q, k, v, sinks, bounds: TileBounds):
+    o, lse = attention_fwd(plan, forward_inputs(q, k, v, sinks, bounds))
+    o = checkpoint_name(o, "attention_o")
+    lse = checkpoint_name(lse, "attention_lse")
+    return (o, _natural(lse)), (q, k, v, sinks, bounds, o, lse)
+
+
+def _attention_backward(plan: Plan, saved: Any, cotangents: Any):
+    q, k, v, sinks, bounds, o, lse = saved
+    inputs = backward_inputs(q, k, v, o, lse, *cotangents, bounds)
+    dq = attention_dq(plan, inputs | by_query(bounds))
+    dk, dv = attention_dkv(plan, inputs | by_key(bounds))
     d_sinks = None
     if sinks is not None:
         weight = jnp.exp2(sinks[None, :, None] * LOG2_E - lse)
-        d_sinks = -jnp.sum(weight * delta, axis=(0, 2))
+        d_sinks = -jnp.sum(weight * inputs["stats"][:, :, DELTA], axis=(0, 2))
     return dq, dk, dv, d_sinks, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def plan_of(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    scale: float,
+    logit_cap: float | None,
+    bounds: TileBounds,
+    config: Config,
+) -> Plan:
+    """Sizes of a call, with the blocks of its bounds; arguments as in `attention`."""
+    batch, _, heads, dim = q.shape
+    return Plan(
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=dim,
+        q_blocks=bounds.q_tiles.shape[1],
+        kv_blocks=bounds.kv_tiles.shape[1],
+        dtype=jnp.dtype(q.dtype),
+        scale=scale,
+        logit_cap=logit_cap,
+        config=with_blocks(
+            config, head_dim=dim, block_q=bounds.block_q, block_kv=bounds.block_kv
+        ),
+    )
 
 
 def attention(
@@ -104,27 +148,12 @@ def attention(
     Returns:
       o [B, T, H, V] and the logarithm of the sums, f32[B, T, H].
     """
-    batch, time, heads, dim = q.shape
-    length, kv_heads = k.shape[1:3]
-    config = with_blocks(
-        config, head_dim=dim, block_q=bounds.block_q, block_kv=bounds.block_kv
-    )
-    plan = Plan(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        q_blocks=bounds.q_tiles.shape[1],
-        kv_blocks=bounds.kv_tiles.shape[1],
-        dtype=jnp.dtype(q.dtype),
-        scale=scale,
-        logit_cap=logit_cap,
-        config=config,
-    )
-    padded = padded_length(config, length)
+    time, length = q.shape[1], k.shape[1]
+    plan = plan_of(q, k, scale=scale, logit_cap=logit_cap, bounds=bounds, config=config)
+    padded = padded_length(plan.config, length)
     o, lse = _attention(
         plan,
-        _pad(q, plan.q_blocks * config.block_q),
+        _pad(q, plan.q_blocks * plan.config.block_q),
         _pad(k, padded),
         _pad(v, padded),
         None if sinks is None else sinks.astype(jnp.float32),

@@ -120,14 +120,14 @@ def test_packed_rows_and_their_gradients(config):
 
 def test_windows_prefixes_caps_and_groups(config):
     config(Config(warpgroups=1, step_kv=64, ping_pong=False))
-    args = arguments(150, 4, 1, dtype="float16")
-    ids = lengths(40, 110, time=150)
-    prefix = np.zeros((1, 150), bool)
-    prefix[:, 40:120] = True
+    args = arguments(128, 4, 1, dtype="float16")
+    ids = lengths(30, 98, time=128)
+    prefix = np.zeros((1, 128), bool)
+    prefix[:, 30:90] = True
     options = {
         "ids": ids,
         "is_prefix": jnp.asarray(prefix),
-        "window": 100,
+        "window": 70,
         "logit_cap": 3.0,
         "scale": 0.3,
     }
@@ -144,26 +144,21 @@ def test_queries_see_other_rows_in_both_directions(config):
 
 
 def test_sums_of_large_heads_are_split_over_warpgroups():
-    args = arguments(70, 1, 1, dim=256)
-    options = {"ids": lengths(3, 60, time=70), "window": 20}
+    args = arguments(64, 1, 1, dim=256)
+    options = {"ids": lengths(3, 60, time=64), "window": 20}
     got = interpreted_results(args, **options)
     assert_equal_to_reference(args, got, **options)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"warpgroups": 3, "dkv_step_q": 64},
-        {"persistent": True},
-        {"persistent": True, "overlap": False, "slots": 2},
-    ],
+    "change", [{"warpgroups": 3}, {"persistent": True, "overlap": False, "slots": 2}]
 )
 def test_launch_parameters_do_not_change_the_result(config, change):
     config(Config(**{"step_kv": 64, "slots": 4} | change))
-    args = arguments(320, 2, 1)
-    ids = lengths(10, 300, time=320)
+    args = arguments(200, 2, 1)
+    ids = lengths(10, 185, time=200)
     op = functools.partial(attention, q_segment_ids=ids, kv_segment_ids=ids)
-    small = dataclasses.replace(hw.H200, sms=4)
+    small = dataclasses.replace(hw.H200, sms=3)
     with interpreted(), hw.assume(small):
         o = jax.jit(functools.partial(op, implementation="mosaic"))(*args[:3])
         o = np.asarray(o)
@@ -172,7 +167,7 @@ def test_launch_parameters_do_not_change_the_result(config, change):
 
 def test_documents_know_nothing_of_each_other(config):
     """Exact zeros outside the one whose outputs count; others may be anything."""
-    config(Config(warpgroups=1, step_kv=64, block_kv=64))
+    config(Config(step_kv=64, ping_pong=False))
     first, last = 50, 90  # of the document that counts, in a row of 128
     args = [jnp.repeat(x, 2, axis=0) for x in arguments(128, 1, 1)]
     inside = (jnp.arange(128) >= first) & (jnp.arange(128) < last)
@@ -194,7 +189,7 @@ def test_documents_know_nothing_of_each_other(config):
 def test_rows_that_are_no_runs_are_not_a_number(config):
     config(Config(warpgroups=1, step_kv=64))
     q, k, v, *_ = arguments(4, 1, 1, batch=2)
-    ids = jnp.asarray([[1, 2, 1, 1], [1, 1, 0, 2]])
+    ids = np.asarray([[1, 2, 1, 1], [1, 1, 0, 2]], np.int32)
     op = functools.partial(attention, implementation="mosaic")
     with interpreted():
         o = jax.jit(op)(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
@@ -297,7 +292,7 @@ def test_blocks_of_bounds_are_those_of_the_kernels(dim):
 
 def test_bounds_of_another_mask_are_refused():
     q, k, v, *_ = arguments(64, 1, 1)
-    bounds = tile_bounds(batch=1, time=64)
+    bounds = jax.jit(functools.partial(tile_bounds, batch=1, time=64))()
     with pytest.raises(ValueError, match="built for window = None, this call has 5"):
         attention(q, k, v, window=5, bounds=bounds)
     with pytest.raises(ValueError, match=r"built for \[B, T, S\] = \(1, 64, 64\)"):
