@@ -89,7 +89,7 @@ SPECS = (
     _ci("one_row_each", 160, (1,) * 8),
     _ci("bf16", 33, (30, 0, 45), tail=5, dtype="bfloat16"),
     # What the kernels run: one row over and under a tile's, columns not divided by it.
-    _kernel("borders", 64, 320, (33, 31, 1, 63), tail=3),
+    _kernel("borders", 128, 320, (33, 31, 1, 63), tail=3),
     _kernel("empty", 64, 192, (0, 45, 0, 10), tail=3),
     _kernel("narrow", 192, 64, (5, 0, 60), tail=2),
     Spec(

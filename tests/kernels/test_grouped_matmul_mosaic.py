@@ -97,9 +97,9 @@ def test_every_expert_on_its_own_whatever_the_others_hold(one_block):
 
 
 TILES = (
-    Tile(block_n=192, stages=3, panel=1, swizzled=False, tail_rows=64),
+    Tile(block_n=128, stages=3, panel=1, swizzled=False, tail_rows=64),
     Tile(block_n=128, stages=2, split="columns", panel=2),
-    Tile(block_m=64, block_n=128, stages=4, split="tiles"),
+    Tile(block_m=64, block_n=64, stages=4, split="tiles"),
 )
 
 
