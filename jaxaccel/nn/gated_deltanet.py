@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -257,9 +257,8 @@ class GatedDeltaNet(nnx.Module):
         if cache is not None and time == 1:
             return self._step(x, meta, cache)
         if isinstance(cache, RecurrentCacheOfLayer):
-            row: Any
             y, row = self(x, meta, cache.row, length)
-            return y, cache.replace(row)
+            return y, cache.replace(cast(RecurrentCache, row))
         del length
         if meta.ids_are_given:
             x = jnp.where(meta.is_real[:, :, None], x, jnp.zeros((), x.dtype))

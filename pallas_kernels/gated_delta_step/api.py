@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -145,8 +144,8 @@ def gated_delta_step(
         )
     run = reference if choice.implementation == "reference" else xla
     window = pools.take(conv_pool, slots, is_first)
-    state = pools.take(state_pool, slots, is_first).astype(jnp.float32)
-    y, window, state, *_ = run.step(layer, qkv, a, b, z, window, state)
+    state = pools.take(state_pool, slots)
+    y, window, state, *_ = run.step(layer, qkv, a, b, z, window, state, is_first)
     return (
         pools.masked(y, live),
         pools.put(conv_pool, slots, live, window),
@@ -196,10 +195,9 @@ def gated_delta_verify(
     )
     run = reference if choice.implementation == "reference" else xla
     window = pools.take(conv_pool, slots, is_first)
-    state = pools.take(state_pool, slots, is_first).astype(jnp.float32)
-    y, pending = run.verify(layer, qkv, a, b, z, window, state)
-    live = pools.live_rows(slots, None)
-    return pools.masked(y, live), dataclasses.replace(pending, is_first=is_first)
+    state = pools.take(state_pool, slots)
+    y, pending = run.verify(layer, qkv, a, b, z, window, state, is_first)
+    return pools.masked(y, pools.live_rows(slots, None)), pending
 
 
 def gated_delta_commit(
@@ -237,7 +235,7 @@ def gated_delta_commit(
     run = reference if choice.implementation == "reference" else xla
     accepted = jnp.clip(accepted, 0, time)
     window = pools.take(conv_pool, slots, pending.is_first)
-    state = pools.take(state_pool, slots, pending.is_first).astype(jnp.float32)
+    state = pools.take(state_pool, slots, pending.is_first)
     window, state = run.commit(pending, accepted, window, state)
     some = accepted > 0
     live = some if slots is None else some & (slots >= 0)

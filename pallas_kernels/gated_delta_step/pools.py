@@ -44,7 +44,7 @@ def live_rows(slots: jax.Array | None, is_real: jax.Array | None) -> jax.Array |
 
 
 def take(
-    pool: jax.Array, slots: jax.Array | None, is_first: jax.Array | None
+    pool: jax.Array, slots: jax.Array | None, is_first: jax.Array | None = None
 ) -> jax.Array:
     """The rows' entries of a pool, zeros where a document begins."""
     rows = pool if slots is None else pool[jnp.maximum(slots, 0)]

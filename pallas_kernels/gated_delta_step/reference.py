@@ -6,6 +6,8 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -60,6 +62,7 @@ def step(
     z: jax.Array,
     window: jax.Array,
     state: jax.Array,
+    is_first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Pending]:
     """One token.
 
@@ -69,7 +72,8 @@ def step(
       a, b: f32[B, Hv].
       z: [B, Hv * V].
       window: [B, W - 1, C], the raw inputs before this one.
-      state: f32[B, Hv, V, K].
+      state: [B, Hv, V, K].
+      is_first: bool[B], whether the state counts as zero.
 
     Returns:
       (y [B, Hv * V], the new window, the new state, what was written with T = 1).
@@ -83,6 +87,9 @@ def step(
     group = value_heads // layer.key_heads
     # [B, Hv, K]: value head h reads key head h // group.
     q32, k32 = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (q, k))
+    state = state.astype(jnp.float32)
+    if is_first is not None:
+        state = jnp.where(is_first[:, None, None, None], 0.0, state)
     state = jnp.exp(g)[:, :, None, None] * state
     missing = v.astype(jnp.float32) - jnp.einsum("bhvk,bhk->bhv", state, k32)
     written = beta[:, :, None] * missing
@@ -108,8 +115,12 @@ def verify(
     z: jax.Array,
     window: jax.Array,
     state: jax.Array,
+    is_first: jax.Array | None,
 ) -> tuple[jax.Array, Pending]:
     """`step` for each of T tokens; arguments and outputs with a T axis after B."""
+    state = state.astype(jnp.float32)
+    if is_first is not None:
+        state = jnp.where(is_first[:, None, None, None], 0.0, state)
 
     def token(pools, tokens):
         y, window, state, pending = step(layer, *tokens, *pools)
@@ -119,7 +130,7 @@ def verify(
     y, pending = jax.lax.scan(token, (window, state), tokens)[1]
     # [T, B, 1, ...] of each token.
     joined = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), pending)
-    return jnp.moveaxis(y, 0, 1), joined
+    return jnp.moveaxis(y, 0, 1), dataclasses.replace(joined, is_first=is_first)
 
 
 def commit(
@@ -131,13 +142,15 @@ def commit(
       pending: of `verify`.
       accepted: i32[B].
       window: [B, W - 1, C].
-      state: f32[B, Hv, V, K].
+      state: [B, Hv, V, K].
 
     Returns:
-      The new window and state.
+      The new window, and the new state in f32.
     """
     group = pending.written.shape[2] // pending.k.shape[2]
     k = jnp.repeat(pending.k.astype(jnp.float32), group, axis=2)  # [B, T, Hv, K]
+
+    state = state.astype(jnp.float32)
 
     def token(pools, inputs):
         window, state = pools

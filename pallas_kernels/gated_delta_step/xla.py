@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.causal_conv1d import xla as conv
-from pallas_kernels.gated_delta_rule import xla as rule
 from pallas_kernels.gated_delta_rule.inverse import unit_lower_inverse
 from pallas_kernels.gated_delta_step.layer import L2_EPS, Layer, Pending
 from pallas_kernels.rms_norm import xla as norm
@@ -83,20 +82,36 @@ def step(
     z: jax.Array,
     window: jax.Array,
     state: jax.Array,
+    is_first: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One token; arguments as in `reference.step`, (y, new window, new state)."""
+    """One token; arguments as in `reference.step`, (y, new window, new state).
+
+    The sums over K are no matrix products: as such they would want the state in f32
+    and masked, which a sum does on the way.
+    """
     q, k, v, window = projected(layer, qkv[:, None], window, state)
+    # Fused with the norms of q and k, the passes over the state would be kernels of
+    # their own for each sum, and copies of the state.
+    q, k = jax.lax.optimization_barrier((q, k))
     g, beta = gates(layer, a[:, None], b[:, None])
-    o, state = rule.step(
-        q[:, 0],
-        k[:, 0],
-        v[:, 0],
-        g[:, 0],
-        beta[:, 0],
-        state,
-        scale=q.shape[-1] ** -0.5,
-    )
-    return normed(layer, o[:, None], z[:, None])[:, 0], window, state
+    key_heads, key_dim = q.shape[2:]
+    shape = (q.shape[0], key_heads, v.shape[2] // key_heads)
+    # [B, Hk, 1, 1, K] each, against the rows [B, Hk, R, V, K] of the value heads.
+    q32, k32 = (x[:, 0, :, None, None].astype(jnp.float32) for x in (q, k))
+    v32 = v.astype(jnp.float32).reshape(*shape, -1)
+    decay, strength = jnp.exp(g).reshape(*shape, 1), beta.reshape(*shape, 1)
+    rows = state.astype(jnp.float32).reshape(*shape, *state.shape[2:])
+    if is_first is not None:
+        rows = jnp.where(is_first[:, None, None, None, None], 0.0, rows)
+    sums = jnp.sum(rows * k32, axis=-1), jnp.sum(rows * q32, axis=-1)
+    # Fused with what follows, each of them would read the state again.
+    sk, sq = jax.lax.optimization_barrier(sums)
+    written = strength * (v32 - decay * sk)
+    o = decay * sq + jnp.sum(q32 * k32, axis=-1) * written
+    o = (key_dim**-0.5 * o).reshape(v.shape).astype(v.dtype)
+    rows = decay[..., None] * rows + written[..., None] * k32
+    y = normed(layer, o, z[:, None])[:, 0]
+    return y, window, rows.reshape(state.shape)
 
 
 def _decays(g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -129,6 +144,7 @@ def verify(
     z: jax.Array,
     window: jax.Array,
     state: jax.Array,
+    is_first: jax.Array | None,
 ) -> tuple[jax.Array, Pending]:
     """T tokens from one read of the state; as `reference.verify`."""
     batch, time, _ = qkv.shape
@@ -142,9 +158,12 @@ def verify(
     enter, strength = enter.reshape(*heads, 1), beta.reshape(*heads, 1)
     q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
     v32 = v.astype(jnp.float32).reshape(*heads, -1)
-    rows = state.reshape(batch, key_heads, group, *state.shape[2:])
+    rows = state.astype(jnp.float32)
+    rows = rows.reshape(batch, key_heads, group, *state.shape[2:])
     # [B, 2T, Hk, R, V]: S k and S q from one pass over S.
     both = _product("bgrvk,btgk->btgrv", rows, jnp.concatenate([k32, q32], axis=1))
+    if is_first is not None:
+        both = jnp.where(is_first[:, None, None, None, None], 0.0, both)
     keys = _product("btgk,bjgk->bgtj", k32, k32)[:, :, None]
     scores = _product("btgk,bjgk->bgtj", q32, k32)[:, :, None] * within
     by_row = jnp.moveaxis(beta.reshape(heads), 1, -1)[..., None]  # [B, Hk, R, T, 1]
@@ -161,7 +180,7 @@ def verify(
         k=k,
         written=written.reshape(v.shape),
         log_decay=g,
-        is_first=None,
+        is_first=is_first,
     )
     return normed(layer, o, z), pending
 
@@ -182,10 +201,7 @@ def commit(
     left = (leave[..., None] * pending.written).reshape(*heads, state.shape[2])
     added = _product("btgrv,btgk->bgrvk", left, pending.k.astype(jnp.float32))
     decay = jnp.exp(jnp.sum(g, axis=1))[:, :, None, None]
-    some = (accepted > 0)[:, None, None]
-    state = jnp.where(
-        some[..., None], decay * state + added.reshape(state.shape), state
-    )
+    state = decay * state.astype(jnp.float32) + added.reshape(state.shape)
     inputs = jnp.concatenate([window, pending.qkv.astype(window.dtype)], axis=1)
     index = accepted[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(inputs, index[:, :, None], axis=1), state
