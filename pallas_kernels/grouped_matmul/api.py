@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
 from pallas_kernels.grouped_matmul import config_mosaic, reference, xla
+from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.config import heuristic
 
 
@@ -22,13 +23,14 @@ def choose(
     group_sizes: Any,
     *,
     preferred_element_type: Any = None,
+    activation: str | None = None,
     implementation: Implementation | None = None,
 ) -> Choice:
     """Says what a call of `grouped_matmul` would run; arguments as there.
 
     Arrays may be `jax.ShapeDtypeStruct`.
     """
-    dtype = _check(x, w, group_sizes, preferred_element_type)
+    dtype = _check(x, w, group_sizes, preferred_element_type, activation)
     sizes = {
         "rows": x.shape[0],
         "experts": w.shape[0],
@@ -53,8 +55,15 @@ def choose(
     )
 
 
-def _check(x: Any, w: Any, group_sizes: Any, preferred_element_type: Any) -> Any:
+def _check(
+    x: Any, w: Any, group_sizes: Any, preferred_element_type: Any, activation: Any
+) -> Any:
     """The result's dtype, if the arguments are allowed."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation is {activation!r}, expected None or one of "
+            f"{', '.join(ACTIVATIONS)}"
+        )
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(
             f"x and w have shapes {x.shape} and {w.shape}, expected [M, K] and "
@@ -78,6 +87,7 @@ def grouped_matmul(
     group_sizes: jax.Array,
     *,
     preferred_element_type: Any = None,
+    activation: str | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Multiplies each group of consecutive rows with its own matrix.
@@ -87,6 +97,8 @@ def grouped_matmul(
       w: [E, Kd, N], dtype of x.
       group_sizes: i32[E], rows of each expert, in order; their sum is at most M.
       preferred_element_type: dtype of the result, x's if `None`; sums are f32.
+      activation: "relu2" gives max(x w, 0)^2, applied to the f32 sums; the product
+        itself is then neither written nor saved.
       implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has x and w in
         bf16 or f16, K and N multiples of 64, and results of x's dtype or f32; any M
         (copied first if no multiple of 8) and groups of any size. `None` does not
@@ -106,16 +118,21 @@ def grouped_matmul(
         w,
         group_sizes,
         preferred_element_type=preferred_element_type,
+        activation=activation,
         implementation=implementation,
     )
-    dtype = _check(x, w, group_sizes, preferred_element_type)
+    dtype = _check(x, w, group_sizes, preferred_element_type, activation)
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
         from pallas_kernels.grouped_matmul import mosaic
 
-        return mosaic.grouped_matmul(x, w, group_sizes, dtype, choice.config)
+        return mosaic.grouped_matmul(
+            x, w, group_sizes, dtype, choice.config, activation
+        )
     if choice.implementation == "reference":
-        return reference.grouped_matmul(x, w, group_sizes, dtype=dtype)
+        return reference.grouped_matmul(
+            x, w, group_sizes, dtype=dtype, activation=activation
+        )
     config = heuristic(
         rows=x.shape[0],
         experts=w.shape[0],
@@ -123,4 +140,4 @@ def grouped_matmul(
         out_dim=w.shape[2],
         itemsize=w.dtype.itemsize,
     )
-    return xla.grouped_matmul(x, w, group_sizes, dtype, config)
+    return xla.grouped_matmul(x, w, group_sizes, dtype, config, activation)

@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
 from pallas_kernels.grouped_matmul import tasks
+from pallas_kernels.grouped_matmul.activation import activate
 from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
     BAND,
@@ -411,6 +412,7 @@ class Product:
       transposed: whether matrices are [columns, depth], not [depth, columns].
       dtype, out_dtype: of the operands and the result.
       tile: launch parameters.
+      activation: applied to the sums before they are rounded, or `None`.
     """
 
     rows: int
@@ -421,6 +423,7 @@ class Product:
     dtype: Any
     out_dtype: Any
     tile: Tile
+    activation: str | None = None
 
     @property
     def steps(self) -> int:
@@ -498,11 +501,12 @@ def _product_kernel(
 
             @pl.when(live)
             def _():
+                sums = ring.accumulate(which, passed, pieces, shape, multiply)
                 store_part(
                     staging,
                     warpgroup,
                     out,
-                    ring.accumulate(which, passed, pieces, shape, multiply),
+                    activate(plan.activation, sums),
                     row=row,
                     low=low,
                     high=high,

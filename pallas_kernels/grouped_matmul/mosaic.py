@@ -1,6 +1,6 @@
 """The grouped product through Mosaic GPU kernels, with its gradients.
 
-Saved between forward and backward are the inputs.
+Saved between forward and backward are the inputs and, with an activation, the result.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ from typing import Any
 import jax
 
 from pallas_kernels.grouped_matmul import kernel_wgrad
+from pallas_kernels.grouped_matmul.activation import pull_back
 from pallas_kernels.grouped_matmul.config_mosaic import Config, Tile
 from pallas_kernels.grouped_matmul.kernel import Product, product
 
 
-def _product(x, w, group_sizes, dtype, tile: Tile, *, transposed: bool) -> jax.Array:
+def _product(
+    x,
+    w,
+    group_sizes,
+    dtype: Any,
+    tile: Tile,
+    *,
+    transposed: bool,
+    activation: str | None = None,
+) -> jax.Array:
     depth, columns = w.shape[:0:-1] if transposed else w.shape[1:]
     plan = Product(
         rows=x.shape[0],
@@ -26,20 +36,30 @@ def _product(x, w, group_sizes, dtype, tile: Tile, *, transposed: bool) -> jax.A
         dtype=x.dtype,
         out_dtype=dtype,
         tile=tile,
+        activation=activation,
     )
     return product(plan, x, w, group_sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def grouped_matmul(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
     dtype: Any,
     config: Config,
+    activation: str | None = None,
 ) -> jax.Array:
     """Kernel form; arguments and results as in `api.grouped_matmul`."""
-    return _product(x, w, group_sizes, dtype, config.forward, transposed=False)
+    return _product(
+        x,
+        w,
+        group_sizes,
+        dtype,
+        config.forward,
+        transposed=False,
+        activation=activation,
+    )
 
 
 def data_gradient(x, w, group_sizes, dy, config: Config) -> jax.Array:
@@ -62,13 +82,15 @@ def weight_gradient(x, w, group_sizes, dy, config: Config) -> jax.Array:
     return kernel_wgrad.weight_gradient(plan, x, dy, group_sizes)
 
 
-def _forward(x, w, group_sizes, dtype, config):
-    return grouped_matmul(x, w, group_sizes, dtype, config), (x, w, group_sizes)
+def _forward(x, w, group_sizes, dtype, config, activation):
+    y = grouped_matmul(x, w, group_sizes, dtype, config, activation)
+    return y, (x, w, group_sizes, None if activation is None else y)
 
 
-def _backward(dtype, config, residuals, dy):
+def _backward(dtype, config, activation, residuals, dy):
     del dtype
-    x, w, group_sizes = residuals
+    x, w, group_sizes, y = residuals
+    dy = pull_back(activation, y, dy)
     operands = x, w, group_sizes, dy.astype(x.dtype), config
     return data_gradient(*operands), weight_gradient(*operands), None
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_matmul.activation import activate
+
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, dtype: jnp.dtype
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    activation: str | None = None,
 ) -> jax.Array:
     """Arguments and results as in `api.grouped_matmul`."""
     index = jnp.arange(x.shape[0])
@@ -19,4 +26,4 @@ def grouped_matmul(
         rows = jnp.where(mine[:, None], x.astype(jnp.float32), 0.0)
         product = jnp.einsum("mk,kn->mn", rows, w[expert].astype(jnp.float32))
         y = jnp.where(mine[:, None], product, y)
-    return y.astype(dtype)
+    return activate(activation, y).astype(dtype)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_matmul.activation import activate, pull_back
 from pallas_kernels.grouped_matmul.config import Config
 
 
@@ -91,19 +92,21 @@ def _multiply(
     x: jax.Array,
     w: jax.Array,
     dtype: jnp.dtype,
+    activation: str | None = None,
 ) -> jax.Array:
     """Rows times their experts' matrices; rows of no expert are exactly 0."""
     tiled, w = _tiled(x, config), jnp.asarray(w)
 
     def slab(operands):
         tile, expert = operands
-        return jnp.einsum(
+        product = jnp.einsum(
             subscripts,
             tiled[tile],
             w[expert],
             preferred_element_type=jnp.float32,
             precision=_precision(x.dtype),
-        ).astype(dtype)
+        )
+        return activate(activation, product).astype(dtype)
 
     products = jax.lax.map(slab, _slabs(config, tasks.tile, tasks.expert))
     products = products.reshape(-1, products.shape[-1])  # [L * tile rows, N]
@@ -179,26 +182,29 @@ def _weight_gradient(
     return jax.lax.fori_loop(0, piece_ends[-1], add, dw)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def grouped_matmul(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
     dtype: jnp.dtype,
     config: Config,
+    activation: str | None = None,
 ) -> jax.Array:
     """Arguments and results as in `api.grouped_matmul`."""
     tasks = _tasks(group_sizes, x.shape[0], config)
-    return _multiply("lmk,lkn->lmn", config, tasks, x, w, dtype)
+    return _multiply("lmk,lkn->lmn", config, tasks, x, w, dtype, activation)
 
 
-def _forward(x, w, group_sizes, dtype, config):
-    return grouped_matmul(x, w, group_sizes, dtype, config), (x, w, group_sizes)
+def _forward(x, w, group_sizes, dtype, config, activation):
+    y = grouped_matmul(x, w, group_sizes, dtype, config, activation)
+    return y, (x, w, group_sizes, None if activation is None else y)
 
 
-def _backward(dtype, config, residuals, dy):
+def _backward(dtype, config, activation, residuals, dy):
     del dtype
-    x, w, group_sizes = residuals
+    x, w, group_sizes, y = residuals
+    dy = pull_back(activation, y, dy)
     tasks = _tasks(group_sizes, x.shape[0], config)
     dy = dy.astype(x.dtype)
     dx = _multiply("lmn,lkn->lmk", config, tasks, dy, w, x.dtype)

@@ -130,6 +130,20 @@ def test_twice_the_same_bits():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_squared_relu_and_its_gradients(implementation):
+    spec = CI["ci_tail"]
+    x, w, sizes, da = arguments(spec)
+    op = functools.partial(
+        grouped_matmul, activation="relu2", implementation=implementation
+    )
+    a, dx, dw = jit(specs.run(spec, op, backward=True))(x, w, sizes, da)
+    z = np.maximum(by_hand(x, w, sizes, da)[0], 0.0)
+    _, want_dx, want_dw = by_hand(x, w, sizes, 2.0 * z * da)
+    for label, got, want in (("a", a, z**2), ("dx", dx, want_dx), ("dw", dw, want_dw)):
+        assert_close(got, want, name=label, rel=2e-6)
+
+
 def test_result_dtype():
     x, w, sizes, _ = arguments(CI["ci_bf16"])
     y = jit(functools.partial(grouped_matmul, preferred_element_type=jnp.float32))(
@@ -213,6 +227,8 @@ def test_errors_name_the_value():
     x, w, sizes, _ = arguments(CI["ci_tail"])
     with pytest.raises(ValueError, match="expected \\[M, K\\] and"):
         grouped_matmul(x[:, :3], w, sizes)
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        grouped_matmul(x, w, sizes, activation="gelu")
     with pytest.raises(ValueError, match="w has dtype float16"):
         grouped_matmul(x, w.astype(np.float16), sizes)
     with pytest.raises(ValueError, match="group_sizes is int64"):

@@ -149,6 +149,17 @@ def test_however_it_is_cut(what, tile, name):
     assert what != "dw" or not np.any(got[empty])
 
 
+def test_squared_relu_is_applied_before_rounding(one_block):
+    from pallas_kernels.grouped_matmul import mosaic
+
+    spec = KERNEL["ci_kernel_empty"]
+    args = arguments(spec)
+    x, w, sizes, _ = (jnp.asarray(a) for a in args)
+    tiles = dict.fromkeys(("forward", "data", "weight"), TILES[1])
+    got = mosaic.grouped_matmul(x, w, sizes, x.dtype, Config(**tiles), "relu2")
+    assert_close(got, np.maximum(by_hand(*args)[0], 0.0) ** 2)
+
+
 def test_blocks_share_the_tiles_and_give_the_same_bits():
     """Results in f32, which leave in other pieces than those of 16 bits."""
     spec = KERNEL["ci_kernel_narrow"]
@@ -253,7 +264,7 @@ def test_layers_of_equal_sizes_share_their_kernels():
 
     def layers(x, w, sizes):
         for _ in range(3):
-            x = grouped_matmul(x, w, sizes, implementation="mosaic")
+            x = grouped_matmul(x, w, sizes, activation="relu2", implementation="mosaic")
         return jnp.sum(x.astype(jnp.float32))
 
     sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
