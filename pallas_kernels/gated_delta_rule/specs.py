@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._common import timing
+from pallas_kernels.gated_delta_rule.config_mosaic import Config
 
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ SPECS = (
             ("perf", 4, 8192),
             ("perf", 8, 2048),
             ("long", 1, 32768),
+            ("long", 8, 1024),
         )
     ),
     *(
@@ -203,6 +205,19 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
     return chunks * per_chunk * (4 if backward else 1)
 
 
+# Launch parameters that no heuristic picks yet, measured with --peers NAME,...
+VARIANTS: dict[str, Config] = {
+    "planned": Config(segments=None),
+    **{f"segments{count}": Config(segments=count) for count in (2, 3, 4, 6, 8)},
+    "stages3": Config(stages=3),
+    "queries_last": Config(order="queries_last"),
+    "queries_last3": Config(order="queries_last", stages=3),
+    "values_first": Config(order="values_first"),
+    "values_first3": Config(order="values_first", stages=3),
+    "grads4": Config(grads_warpgroups=4),
+}
+
+
 def bench_cases(tag: str) -> Iterator[Case]:
     """What `python -m pallas_kernels.bench gated_delta_rule` measures."""
     for spec in specs(tag):
@@ -215,11 +230,17 @@ def _case(spec: Spec, backward: bool) -> Case:
     from pallas_kernels._common.bench import Case
     from pallas_kernels.gated_delta_rule import api
 
-    def implementation(name: Any) -> Callable[..., Any]:
+    def implementation(name: Any, config: Config | None = None) -> Callable[..., Any]:
         op = functools.partial(
-            api.gated_delta_rule, implementation=name, chunk_size=spec.chunk
+            api.gated_delta_rule,
+            implementation=name,
+            chunk_size=spec.chunk,
+            config=config,
         )
         return run(spec, op, backward)
+
+    def variant(config: Config) -> tuple[Callable[..., Any], str]:
+        return implementation("mosaic", config), jax.__version__
 
     def picked() -> str:
         arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
@@ -245,6 +266,7 @@ def _case(spec: Spec, backward: bool) -> Case:
         peers={
             "xla": lambda: (implementation("xla"), jax.__version__),
             "fla": lambda: _fla(spec, backward),
+            **{x: functools.partial(variant, y) for x, y in VARIANTS.items()},
         },
         # Tolerances of fla's own tests: 5e-3 forward, 2e-2 for the gates' gradients.
         rel=2e-2 if backward else 5e-3,

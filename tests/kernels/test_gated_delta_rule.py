@@ -318,9 +318,11 @@ def test_the_benchmark_checks_before_it_measures():
     for case, results in ((forward, 2), (both, 8)):
         args = case.arguments(jax.random.key(0))
         assert len(jax.tree.leaves(jax.eval_shape(case.reference, *args))) == results
-    (row,) = bench.measure_case(forward, limits, ["fla"], ["xla"])
-    assert row["ms"] > 0
-    assert "fla did not run" in row["note"]
+    fla, variant = bench.measure_case(forward, limits, ["fla", "segments2"], ["xla"])
+    assert fla["ms"] > 0
+    assert "fla did not run" in fla["note"]
+    assert "segments2 did not run" in variant["note"]
+    assert "Hopper" in variant["note"]
 
 
 def test_errors_name_the_value():

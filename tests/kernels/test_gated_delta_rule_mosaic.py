@@ -383,10 +383,15 @@ def test_segments_side_by_side_are_the_recurrence():
     assert_all_close((*out, *grads), want)
 
 
-def test_rows_are_summarised_for_other_devices():
+def test_rows_are_summarised_for_other_devices(monkeypatch):
+    from pallas_kernels.gated_delta_rule import mosaic
+
     args = arguments(time=CHUNK - 7, decay=0.005)
     is_first = first(1, CHUNK - 7)
     do, _ = cotangents(args)
+    padded = [jnp.pad(x, ((0, 0), (0, 7), *((0, 0),) * (x.ndim - 2))) for x in args[:5]]
+    known = prepared((*padded, args[5]), first(1, CHUNK))
+    monkeypatch.setattr(mosaic, "_prepare", lambda *args: known)
 
     def passes(q, k, v, g, beta, do, implementation):
         rest = {"is_first": is_first, "implementation": implementation}
@@ -547,6 +552,19 @@ def test_variants_of_the_forward_on_the_card(order):
     deeper = run(args, Config(order=order, stages=3))
     for a, b in zip(deeper, got, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+def test_documents_that_no_border_cuts_have_the_same_bits():
+    args = model_arguments(1, 1024)
+    is_first = first(1, 1024, *((0, t) for t in (0, 64, 256, 512, 700, 768)))
+    run, split = (
+        compiled_gradients(is_first, "mosaic", Config(segments=count))
+        for count in (1, 4)
+    )
+    dy = cotangents(args)
+    for name, a, b in zip(NAMES, run(args, dy), split(args, dy), strict=True):
+        assert bool(jnp.array_equal(a, b)), name
 
 
 @pytest.mark.gpu
