@@ -62,9 +62,11 @@ class Weights:
 
     def layout(self, step: Settings) -> tuple[Any, Any]:
         """Graph definition and state of the model that a step runs."""
-        config = self.config
-        if step.fused:
-            setting = config.implementation
+        config, setting = self.config, self.config.implementation
+        if not step.jit:
+            # A kernel is no single operation: without a program around it, none runs.
+            config = dataclasses.replace(config, implementation="xla")
+        elif step.fused:
             before = (
                 dict.fromkeys(OPS, setting) if isinstance(setting, str) else setting
             )
@@ -155,7 +157,9 @@ def refusals(config: DecodeBenchConfig) -> dict[str, str]:
 
 def _refused(config: DecodeBenchConfig) -> str:
     """Why the ops of `fused` cannot run what is named; "" if they can."""
-    step = Settings(step="", fused=tuple(config.fused.items()), layers="copied")
+    step = Settings(
+        step="", jit=True, fused=tuple(config.fused.items()), layers="copied"
+    )
     decoder = config.model.decoder()
     _, state = nnx.split(_abstract(decoder))
     graphdef, _ = Weights(config=decoder, state=state).layout(step)

@@ -33,12 +33,13 @@ class DecodeBenchConfig:
     Attributes:
       model: a model's config, such as `@Qwen3_5TextConfig()`; weights are random.
       steps: names of `STEPS`, in their order. "op_by_op": every operation is a launch
-        of its own (`jax.disable_jit`), the layers a Python loop. "jit": one program a
-        token, the same loop inside. "scan": the layers are scanned. "fused_kernel":
-        the ops of `fused` run what is named there. "in_place": caches are donated,
-        and updated where they are. "device_loop": `tokens_per_call` tokens a call.
-        "command_buffers": XLA puts launches into CUDA graphs; before, it puts none.
-        "speculation": the prediction block drafts, one call for all tokens.
+        of its own (`jax.disable_jit`), the layers a Python loop, all ops "xla".
+        "jit": one program a token, the same loop inside. "scan": the layers are
+        scanned. "fused_kernel": the ops of `fused` run what is named there.
+        "in_place": caches are donated, and updated where they are. "device_loop":
+        `tokens_per_call` tokens a call. "command_buffers": XLA puts launches into
+        CUDA graphs; before, it puts none. "speculation": the prediction block drafts,
+        one call for all tokens.
       batches: rows B, each measured in turn.
       prompt_length: tokens that the caches hold at first.
       new_tokens: tokens of a row that a round times, a multiple of `tokens_per_call`.
@@ -56,7 +57,8 @@ class DecodeBenchConfig:
         program from "fused_kernel" on; without them it has no speed.
       logit_tolerance: where a row's tokens first differ from those of the first step,
         the largest gap allowed between its logits of both tokens, as a share of the
-        logits' standard deviation: a near tie that rounding decides.
+        logits' standard deviation: a near tie that rounding decides. A token of no
+        meaning is about four deviations below the best of a random model.
       seed: of the weights and the prompts.
     """
 
