@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccel.benchmarks import results
-from jaxaccel.benchmarks.step import compiled
 from jaxaccel.core.offload import MODES, offload_scan
 from jaxaccel.core.offload_plan import ScanSizes, compiler_options
 from pallas_kernels._common.bench import digits, stamp
@@ -276,9 +275,16 @@ def contend(stack: Stack, name: str, ws: Any, x: jax.Array) -> tuple[Contender, 
     """Compiles a mode and runs it once; returns it and its fingerprint."""
     contender = Contender(name=name)
     try:
-        call, seconds, peak = compiled(gradient_function(stack, name), ws, x)
-        contender.compile_seconds, contender.device_bytes = seconds, peak
-        contender.host_bytes = call.memory_analysis().host_temp_size_in_bytes
+        start = time.perf_counter()
+        call = gradient_function(stack, name).lower(ws, x).compile()
+        contender.compile_seconds = time.perf_counter() - start
+        if (memory := call.memory_analysis()) is not None:
+            contender.device_bytes = (
+                memory.argument_size_in_bytes
+                + memory.output_size_in_bytes
+                + memory.temp_size_in_bytes
+            )
+            contender.host_bytes = memory.host_temp_size_in_bytes
         print_of = jax.block_until_ready(fingerprint(call(ws, x)[1]))
     except jax.errors.JaxRuntimeError as error:
         if not _is_out_of_memory(error):
