@@ -54,7 +54,8 @@ class DecodeBenchConfig:
         `xla_gpu_enable_command_buffer`; `None` for XLA's own choice.
       num_drafts: drafts of a pass, of "speculation".
       require: names of kernels, such as "pk_gated_delta_step", that must be in every
-        program from "fused_kernel" on; without them it has no speed.
+        program from "fused_kernel" on; without them it has no speed. That of
+        "speculation" is free: it reads several tokens at once, by other kernels.
       logit_tolerance: where a row's tokens first differ from those of the first step,
         the largest gap allowed between its logits of both tokens, as a share of the
         logits' standard deviation: a near tie that rounding decides. A token of no
@@ -164,7 +165,7 @@ def settings(config: DecodeBenchConfig, refusals: Mapping[str, str]) -> list[Set
         "in_place": {"donate": True, "layers": config.layers},
         "device_loop": {"tokens_per_call": config.tokens_per_call},
         "command_buffers": {"command_buffers": True},
-        "speculation": {"num_drafts": config.num_drafts},
+        "speculation": {"num_drafts": config.num_drafts, "needs_kernels": False},
     }
     current, found = Settings(step=""), []
     for step in config.steps:

@@ -90,6 +90,34 @@ def test_every_step_draws_the_same_tokens_and_has_a_speed(rows):
     assert rows["in_place"]["temp_bytes"] < rows["scan"]["temp_bytes"]
 
 
+@pytest.mark.gpu
+def test_every_step_runs_on_the_card():
+    model = Qwen3_5TextConfig(
+        vocab_size=512,
+        d_model=256,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=128,
+        gdn_key_heads=2,
+        gdn_value_heads=4,
+        gdn_key_dim=128,
+        gdn_value_dim=128,
+        d_ff=256,
+        num_mtp_layers=1,
+        param_dtype="bfloat16",
+    )
+    config = tiny(
+        model=model,
+        batches=(3,),
+        prompt_length=70,
+        logit_tolerance=0.5,
+        require=("pk_gated_delta_step",),
+    )
+    for row in decode.measure(config):
+        assert row["ms"] is not None, row["note"]
+
+
 def test_what_a_cpu_lacks_is_said_and_not_timed(rows):
     row = rows["command_buffers"]
     assert row["ms"] is None
@@ -153,6 +181,8 @@ def test_a_step_without_a_required_kernel_has_no_speed(monkeypatch):
     assert rows[2]["kernels"] == ["pk_x"]
     plan = settings(config, {"fused_kernel": "no card"})
     assert [step.needs_kernels for step in plan] == [False, True, True]
+    # Drafts are verified several at once, which is no work for a step's kernel.
+    assert not settings(tiny(require=("pk_x",)), {})[-1].needs_kernels
 
 
 def test_a_near_tie_is_told_from_a_wrong_token():
