@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._common import tuning
+from pallas_kernels._common import hw, tuning
 
 
 HEAD_DIM = 128  # K and V
@@ -61,6 +61,40 @@ class Config:
             raise ValueError(
                 f"part={self.part}, allowed are divisors of rows={self.rows}"
             )
+
+    def fits(self, itemsize: int) -> bool:
+        """Whether the rings of an SM's blocks leave 20 KB a block for all else."""
+        ring = self.rows * HEAD_DIM * itemsize * self.stages * self.warpgroups
+        return self.blocks_per_sm * (ring + 20 * 1024) <= hw.device().smem_bytes
+
+
+# (rows, stages, blocks_per_sm, warpgroups): rings of 96 to 192 KB on an SM.
+_RINGS = (
+    (128, 3, 1, 2),
+    (64, 6, 1, 2),
+    (64, 3, 1, 2),
+    (32, 6, 1, 2),
+    (64, 6, 1, 1),
+    (64, 3, 2, 1),
+)
+# (ring, part, row_threads)
+_SPLITS = (
+    *((ring, part, 8) for ring in _RINGS for part in (32, 16)),
+    (_RINGS[2], 64, 8),
+    (_RINGS[2], 32, 16),
+)
+CANDIDATES = tuple(
+    Config(
+        rows=ring[0],
+        stages=ring[1],
+        blocks_per_sm=ring[2],
+        warpgroups=ring[3],
+        part=part,
+        row_threads=row_threads,
+        auto_barriers=False,
+    )
+    for ring, part, row_threads in _SPLITS
+)
 
 
 def heuristic(

@@ -208,7 +208,7 @@ def _case(spec: Spec) -> Case:
         return run(spec, functools.partial(api.gated_delta_step, implementation=name))
 
     def implementation(name: Any) -> Any:
-        return _InPlace(step(name))
+        return InPlace(step(name))
 
     def picked() -> str:
         arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
@@ -234,7 +234,7 @@ def _case(spec: Spec) -> Case:
     )
 
 
-class _InPlace:
+class InPlace:
     """A step that is given its pools to keep, a `bench.TimedPeer`.
 
     Without donation every call would copy the pools before it changes them.

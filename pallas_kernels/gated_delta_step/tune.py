@@ -1,0 +1,124 @@
+"""Measures the tilings of `config.CANDIDATES` and writes the table of the best.
+
+    python -m pallas_kernels.gated_delta_step.tune --json \
+        pallas_kernels/tuned/nvidia_h200/gated_delta_step.json
+
+A tiling whose result is not XLA's gets no time. Sizes are those of the "perf" specs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._common import bench
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gated_delta_step import api, config, kernel, specs
+
+
+@jax.jit
+def _lengths(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Euclidean lengths of the error and of the expected, f32[1] each."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    error = jnp.sqrt(jnp.sum((got - want) ** 2))
+    return error[None], jnp.sqrt(jnp.sum(want**2))[None]
+
+
+def tilings(spec: specs.Spec) -> Iterator[config.Config]:
+    """What applies to a size, the heuristic's tiling first."""
+    guess = config.heuristic(
+        batch=spec.batch,
+        key_heads=spec.key_heads,
+        value_heads=spec.value_heads,
+        state_dtype=spec.state_dtype,
+    )
+    yield guess
+    itemsize = jnp.dtype(spec.state_dtype).itemsize
+    group = spec.value_heads // spec.key_heads
+    for tiling in config.CANDIDATES:
+        if tiling.fits(itemsize) and group % tiling.warpgroups == 0 and tiling != guess:
+            yield tiling
+
+
+def step(spec: specs.Spec, tiling: config.Config) -> Callable[..., Any]:
+    """The kernel with a tiling, as a function of the spec's arguments."""
+
+    def op(qkv, a, b, z, layer, conv_pool, state_pool):
+        slots = jnp.arange(spec.batch, dtype=jnp.int32)
+        return kernel.gated_delta_step(
+            tiling, qkv, a, b, z, layer, conv_pool, state_pool, slots, None
+        )
+
+    return specs.run(spec, op)
+
+
+def measured(
+    spec: specs.Spec, tiling: config.Config, args: Sequence[Any], want: Any
+) -> float | None:
+    """Milliseconds of one tiling, `None` if it cannot run or its result is wrong."""
+    timed = specs.InPlace(step(spec, tiling))
+    try:
+        got = timed.results(tuple(args))
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
+            # On the device, as the host takes longer for these than the tuning.
+            error, norm = _lengths(a, b)
+            assert_close(norm + error, norm, rel=1e-2, name=f"result {index}")
+        del got
+        ms = timed.measure(tuple(args))[0].ms
+    except (AssertionError, RuntimeError, ValueError) as error:
+        print(f"  {tiling}: {str(error).splitlines()[0]}", flush=True)
+        return None
+    print(f"  {ms:9.4f} ms  {tiling}", flush=True)
+    return ms
+
+
+def tune(spec: specs.Spec) -> dict[str, dict[str, Any]]:
+    """The best tiling of one size: table key -> the tiling's fields and time "ms"."""
+    args = spec.arguments(jax.random.key(0))
+    op = functools.partial(api.gated_delta_step, implementation="xla")
+    want = jax.jit(specs.run(spec, op))(*args)
+    print(f"{spec.name} B{spec.batch} {spec.state_dtype} state", flush=True)
+    times: dict[config.Config, float] = {}
+    for tiling in tilings(spec):
+        if (ms := measured(spec, tiling, args, want)) is not None:
+            times[tiling] = ms
+    if not times:
+        return {}
+    best = min(times, key=lambda tiling: times[tiling])
+    key = config.table_key(
+        batch=spec.batch,
+        key_heads=spec.key_heads,
+        value_heads=spec.value_heads,
+        state_dtype=spec.state_dtype,
+    )
+    return {key: dataclasses.asdict(best) | {"ms": bench.digits(times[best])}}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.gated_delta_step.tune"
+    )
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--specs", default="perf", help="ci, model or perf")
+    options = parser.parse_args(argv)
+    about = bench.stamp()
+    table = {key: about[key] for key in ("device", "jax", "date")}
+    entries: dict[str, dict[str, Any]] = {}
+    for spec in specs.specs(options.specs):
+        entries |= tune(spec)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(table | {"entries": entries}, indent=1)
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
