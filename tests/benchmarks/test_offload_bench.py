@@ -81,6 +81,24 @@ def test_out_of_memory_is_a_row(monkeypatch):
     assert (row["ms"], row["note"]) == (None, "out of memory")
 
 
+def test_a_mode_that_fails_later_keeps_the_others():
+    def late(ws, x):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte is missing")
+
+    contender = offload.Contender(name="ring", call=late)
+    offload._run_round(contender, None, None)
+    assert (contender.call, contender.rounds_ms) == (None, [])
+    assert "out of memory" in contender.note
+    offload._run_round(contender, None, None)
+
+
+def test_the_link_is_timed_both_ways():
+    assert set(offload.link_speed(2**16, repeats=1)) == {
+        "to_host_gbps",
+        "to_device_gbps",
+    }
+
+
 def test_fingerprints_tell_a_shifted_layer():
     grads = {
         "w": jax.random.normal(jax.random.key(0), (3, 6, 5)),
