@@ -42,7 +42,7 @@ class Layer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
-    """What T verified tokens would do to the pools, a few KB instead of the state.
+    """What T verified tokens would do to the pools, far smaller than a state.
 
     Attributes:
       qkv: [B, T, C], raw inputs of the convolution.

@@ -301,11 +301,12 @@ class _Fla(PeerOfRule):
         layer = self._spec.layer(*parameters)
         q, k, v, _ = xla.projected(layer, qkv[:, None], conv_pool, state_pool)
         g, beta = xla.gates(layer, a[:, None], b[:, None])
-        inputs = [self._tensor(x) for x in (q, k, v, g, beta)]
+        named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        inputs = {name: self._tensor(x) for name, x in named.items()}
         # Its states are [K, V].
         initial = self._tensor(state_pool).transpose(-1, -2).contiguous()
         return functools.partial(
-            self._op, *inputs, initial_state=initial, output_final_state=True
+            self._op, **inputs, initial_state=initial, output_final_state=True
         )
 
     def results(self, args: tuple[Any, ...]) -> tuple[jax.Array, ...]:
