@@ -10,6 +10,7 @@ import pytest
 from jaxaccel.nn import context_parallel
 from jaxaccel.nn.context_parallel import TimeSharding
 from pallas_kernels import causal_conv1d, gated_delta_rule
+from pallas_kernels._common import hw
 from pallas_kernels._common.testing import assert_close
 
 
@@ -145,6 +146,23 @@ def test_the_convolution_equals_one_device_with_all_gradients(devices, rows, hea
     names = ("y", "dx", "dweight", "dbias", "dinitial")
     for name, a, b in zip(names, got, want, strict=True):
         assert_close(a, b, rel=1e-6, name=name)
+
+
+def test_kernels_lower_for_cards_that_share_rows():
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    keys, gates = like(2, 128, 1, 128), like(2, 128, 1, dtype=jnp.float32)
+    rule = functools.partial(
+        context_parallel.gated_delta_rule,
+        sharding=make_sharding(2, rows=2),
+        implementation="mosaic",
+    )
+    with hw.assume():
+        traced = jax.jit(rule).trace(keys, keys, keys, gates, gates)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("pk_gdn_summary", "pk_gdn_fwd", "all_gather"):
+        assert name in text
 
 
 def test_errors_name_the_value():
