@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float16")
 
 # Registers per thread of each warpgroup, by the number of computing ones; the last
 # one copies. 512 in all is what a block has.
-REGISTERS = {1: (240, 40), 2: (240, 240, 24), 3: (160, 160, 160, 32)}
+REGISTERS = {2: (240, 240, 24), 3: (160, 160, 160, 32)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,12 @@ def with_blocks(
     Raises:
       ValueError: the sums of such blocks do not fit the registers.
     """
-    largest = {64: (192, 128), 128: (128, 128), 256: (128, 64)}[head_dim]
-    if block_q > largest[0] or block_kv > largest[1]:
+    q_sizes = (128, 192) if head_dim == 64 else (128,)
+    kv_sizes = (64,) if head_dim == 256 else (64, 128)
+    if block_q not in q_sizes or block_kv not in kv_sizes:
         raise ValueError(
-            f"bounds have blocks of {block_q} queries and {block_kv} keys, head dim "
-            f"{head_dim} has at most {largest[0]} and {largest[1]}; see "
+            f"bounds have blocks of {block_q} queries and {block_kv} keys, allowed for "
+            f"head dim {head_dim} are {q_sizes} and {kv_sizes}; see "
             f"attention.tiling({head_dim})"
         )
     if (block_q, block_kv) == (config.block_q, config.block_kv):

@@ -92,7 +92,8 @@ def _attention_forward(plan: Plan, q, k, v, sinks, bounds: TileBounds):
 
 def _attention_backward(plan: Plan, saved: Any, cotangents: Any):
     q, k, v, sinks, bounds, o, lse = saved
-    inputs = backward_inputs(q, k, v, o, lse, *cotangents, bounds)
+    do, d_lse = cotangents
+    inputs = backward_inputs(q, k, v, o, lse, do, d_lse, bounds)
     dq = attention_dq(plan, inputs | by_query(bounds))
     dk, dv = attention_dkv(plan, inputs | by_key(bounds))
     d_sinks = None

@@ -75,7 +75,8 @@ class Spec:
             ids[start : start + length] = index + 1
             prefix[start : start + min(self.prefix, length)] = True
             start += length
-        return tuple(np.tile(x, (self.batch, 1)) for x in (ids, prefix))
+        rows = (self.batch, 1)
+        return np.tile(ids, rows), np.tile(prefix, rows)
 
     def arguments(self, key: jax.Array) -> tuple[jax.Array, ...]:
         """q, k, v, segment_ids, sinks, do."""

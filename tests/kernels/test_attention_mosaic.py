@@ -102,24 +102,34 @@ def config(monkeypatch):
     return set_to
 
 
-def test_packed_rows_and_their_gradients(config):
-    """Documents of 1, tile - 1, tile and tile + 1, padding; bounds made beforehand."""
+def test_packed_documents_know_nothing_of_each_other(config):
+    """Documents of 1, tile - 1, tile, tile + 1, and padding.
+
+    The second row has other inputs and cotangents outside its third document, which
+    must not know: no bit of its outputs and gradients may change.
+    """
     config(Config(step_kv=64, slots=3))
-    args = arguments(200, 2, 1)
-    ids = lengths(1, 63, 64, 65, time=200)
+    first, last = 64, 128  # of the third document
+    inside = (jnp.arange(200) >= first) & (jnp.arange(200) < last)
+    args = [jnp.repeat(x, 2, axis=0) for x in arguments(200, 2, 1)]
+    for i, x in enumerate(args):
+        mine = inside.reshape(200, *[1] * (x.ndim - 2))
+        args[i] = x.at[1].set(jnp.where(mine, x[1], -x[1, ::-1]))
+    ids = jnp.repeat(lengths(1, 63, 64, 65, time=200), 2, axis=0)
     options = {"ids": ids, "sinks": jnp.asarray([-1.0, 2.0])}
-    bounds = jax.jit(functools.partial(tile_bounds, batch=1, time=200))(
+    bounds = jax.jit(functools.partial(tile_bounds, batch=2, time=200))(
         q_segment_ids=ids, kv_segment_ids=ids
     )
     got = interpreted_results(args, bounds=bounds, **options)
     assert_equal_to_reference(args, got, **options)
-    for name, x in zip(NAMES, got, strict=True):
-        if name not in ("lse", "dsinks"):
+    for name, x in zip(NAMES[:-1], got, strict=False):
+        np.testing.assert_array_equal(x[0, first:last], x[1, first:last], err_msg=name)
+        if name != "lse":
             assert not x[:, 193:].any(), name
 
 
 def test_windows_prefixes_caps_and_groups(config):
-    config(Config(warpgroups=1, step_kv=64, ping_pong=False))
+    config(Config(step_kv=64, ping_pong=False))
     args = arguments(128, 4, 1, dtype="float16")
     ids = lengths(30, 98, time=128)
     prefix = np.zeros((1, 128), bool)
@@ -165,29 +175,8 @@ def test_launch_parameters_do_not_change_the_result(config, change):
     assert_close(o, op(*exact(args[:3]), implementation="reference"), name="o")
 
 
-def test_documents_know_nothing_of_each_other(config):
-    """Exact zeros outside the one whose outputs count; others may be anything."""
-    config(Config(step_kv=64, ping_pong=False))
-    first, last = 50, 90  # of the document that counts, in a row of 128
-    args = [jnp.repeat(x, 2, axis=0) for x in arguments(128, 1, 1)]
-    inside = (jnp.arange(128) >= first) & (jnp.arange(128) < last)
-    for i in range(3):
-        other = jnp.where(inside[:, None, None], args[i][1], 100 * args[i][1] + 1)
-        args[i] = args[i].at[1].set(other)
-    for i in (3, 4):
-        args[i] = jnp.where(inside.reshape(128, *[1] * (args[i].ndim - 2)), args[i], 0)
-    ids = jnp.repeat(lengths(first, last - first, 30, time=128), 2, axis=0)
-    got = interpreted_results(args, ids=ids)
-    for name, x in zip(NAMES, got, strict=False):
-        np.testing.assert_array_equal(x[0, first:last], x[1, first:last], err_msg=name)
-        assert x[:, first:last].any()
-        if name.startswith("d"):
-            assert not x[:, :first].any(), name
-            assert not x[:, last:].any(), name
-
-
 def test_rows_that_are_no_runs_are_not_a_number(config):
-    config(Config(warpgroups=1, step_kv=64))
+    config(Config(step_kv=64))
     q, k, v, *_ = arguments(4, 1, 1, batch=2)
     ids = np.asarray([[1, 2, 1, 1], [1, 1, 0, 2]], np.int32)
     op = functools.partial(attention, implementation="mosaic")
@@ -269,7 +258,7 @@ def test_limits_are_named():
     ):
         assert text in refusal(**(call | change))
     for change, text in (
-        ({"warpgroups": 4}, "warpgroups=4"),
+        ({"warpgroups": 1}, "warpgroups=1"),
         ({"step_kv": 96}, "step_kv=96"),
         ({"block_kv": 192}, "block_kv=192"),
         ({"dkv_step_q": 192}, "dkv_step_q=192"),
@@ -285,8 +274,8 @@ def test_blocks_of_bounds_are_those_of_the_kernels(dim):
     config = config_mosaic.heuristic(head_dim=dim)
     with_blocks = functools.partial(config_mosaic.with_blocks, config, head_dim=dim)
     assert with_blocks(**blocks) == config
-    assert with_blocks(block_q=64, block_kv=64).block_q == 64
-    with pytest.raises(ValueError, match=f"head dim {dim} has at most"):
+    assert with_blocks(block_q=128, block_kv=64).block_kv == 64
+    with pytest.raises(ValueError, match=f"blocks of 256 .* head dim {dim} are"):
         with_blocks(block_q=256, block_kv=64)
 
 
