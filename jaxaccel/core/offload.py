@@ -12,7 +12,13 @@ are until then:
            differentiated
   group    as ring, one input for every `group` layers
 
-The gradients of all modes are those of `remat`.
+The gradients of all modes are those of `remat`. "ring" and "group" know reverse mode
+only: `jax.jvp` through them raises.
+
+The ring follows the double-buffered reload of Unsloth's gradient checkpointing
+(unsloth-zoo#534), with a scan's own slices in place of streams and events. Hence no
+`unroll`, and no index into the stored stack but the loop's: with the one XLA offloads
+nothing, with the other a kernel reads host memory where a copy engine should.
 """
 
 from __future__ import annotations

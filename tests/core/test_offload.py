@@ -245,6 +245,12 @@ def test_what_does_not_fit_is_refused(options, message):
         offload_scan(affine, jnp.ones((3, D)), jnp.ones((2, D)), 0.0, **options)
 
 
+def test_forward_mode_is_refused():
+    ws, x = jnp.ones((3, D)), jnp.ones((2, D))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: offload_scan(affine, ws, x, 0.0, mode="ring")[0], (x,), (x,))
+
+
 def test_stacks_of_two_lengths_are_refused():
     ws = (jnp.ones((3, D)), {"a": jnp.ones((2, D))})
     with pytest.raises(ValueError, match=r"leading axes \[2, 3\]"):
