@@ -275,20 +275,17 @@ def _speculative(
     # Verifying always carries the caches, whatever steps were left out.
     layers = config.layers if step.layers in ("python", "copied") else step.layers
     graphdef, state = weights.layout(dataclasses.replace(step, layers=layers))
-    batch, length = prompts.shape
     draw = Draw(sampling=GREEDY, vocab_limit=weights.config.vocab_size)
-    keys, stops = row_keys(0, batch), jnp.asarray([-1], jnp.int32)
-    # One more than asked: `prefill` draws the token that the other steps begin from.
+    keys, stops = row_keys(0, prompts.shape[0]), jnp.asarray([-1], jnp.int32)
+    # One more than asked: the token that the other steps begin from is drawn already.
     capacity = 1 + max(config.new_tokens, config.check_tokens)
-    slots = length + capacity + step.num_drafts + 1
     limit = jnp.int32(capacity)
-    filled = speculative.prefill(
-        weights.layout(dataclasses.replace(step, layers="scanned"))[0],
-        (step.num_drafts, slots, capacity, draw),
+    filled = _begin(
+        _structure(weights.config),
+        (step.num_drafts, _slots(config), capacity),
         weights.state,
+        *_prefill(_structure(weights.config), _slots(config), weights.state, prompts),
         prompts,
-        jnp.ones_like(prompts),
-        keys,
         stops,
         limit,
     )
@@ -394,10 +391,9 @@ def _prefilled(
     weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
 ) -> Carry:
     """The caches after the prompt, in a step's layout, and the first token."""
-    # The same for all steps: attention reads every slot, taken or not.
-    slots = prompts.shape[1] + config.tokens_per_call
-    slots += max(config.new_tokens, config.check_tokens, config.op_by_op_tokens)
-    carry = _prefill(_structure(weights.config), slots, weights.state, prompts)
+    carry, _ = _prefill(
+        _structure(weights.config), _slots(config), weights.state, prompts
+    )
     if step.layers == "python":
         layers = unstack(carry.cache.layers)
         layers = [jax.tree.map(lambda leaf: leaf[0], layer) for layer in layers]
@@ -407,12 +403,48 @@ def _prefilled(
     return carry
 
 
+def _slots(config: DecodeBenchConfig) -> int:
+    """Slots of all steps' caches: attention reads every one, taken or not."""
+    drawn = max(config.new_tokens, config.check_tokens, config.op_by_op_tokens)
+    # Calls and drafts may go beyond what is asked.
+    beyond = max(config.tokens_per_call, config.num_drafts + 2)
+    return config.prompt_length + drawn + beyond
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefill(graphdef: Any, slots: int, state: Any, prompts: jax.Array) -> Carry:
+def _prefill(
+    graphdef: Any, slots: int, state: Any, prompts: jax.Array
+) -> tuple[Carry, jax.Array]:
+    """What all steps begin from, and the hidden states [B, T, D] of the prompts."""
     model = nnx.merge(graphdef, state)
     output = model(prompts, cache=model.init_cache(prompts.shape[0], slots))
     last = jnp.argmax(model.unembed(output.hidden[:, -1]), axis=-1)
-    return Carry(last=last.astype(jnp.int32), cache=output.cache)
+    return Carry(last=last.astype(jnp.int32), cache=output.cache), output.hidden
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begin(
+    graphdef: Any,
+    shape: tuple[int, int, int],
+    state: Any,
+    carry: Carry,
+    hidden: jax.Array,
+    prompts: jax.Array,
+    stops: jax.Array,
+    limit: jax.Array,
+) -> speculative.SpeculativeCarry:
+    segments = jnp.ones_like(prompts)
+    return speculative.begin(
+        nnx.merge(graphdef, state),
+        shape,
+        hidden,
+        carry.cache,
+        prompts,
+        segments,
+        carry.last,
+        stops,
+        limit,
+    )
 
 
 def _unrolled(cache: DecoderCache) -> DecoderCache:

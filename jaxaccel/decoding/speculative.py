@@ -203,17 +203,49 @@ def prefill(
     """
     num_drafts, slots, capacity, draw = plan
     model = nnx.merge(graphdef, state)
-    batch, time = tokens.shape
-    output = model(tokens, segments, cache=model.init_cache(batch, slots))
+    cache = model.init_cache(tokens.shape[0], slots)
+    output = model(tokens, segments, cache=cache)
     end = jnp.sum(segments, axis=1) - 1  # [B]
     first = draw(model.unembed(_at(output.hidden, end)), keys, jnp.int32(0))
+    shape = (num_drafts, slots, capacity)
+    return begin(
+        model, shape, output.hidden, output.cache, tokens, segments, first, stops, limit
+    )
+
+
+def begin(
+    model: Any,
+    shape: tuple[int, int, int],
+    hidden: jax.Array,
+    cache: DecoderCache,
+    tokens: jax.Array,
+    segments: jax.Array,
+    first: jax.Array,
+    stops: jax.Array,
+    limit: jax.Array,
+) -> SpeculativeCarry:
+    """Makes the prediction block follow a trunk that has read the prompts.
+
+    Args:
+      model: a `Decoder`.
+      shape: (drafts n, slots of the block's cache, columns N).
+      hidden: [B, T, D] of the trunk.
+      cache: the trunk's, with the prompts in it.
+      tokens: i32[B, T], the prompts, padded at the right.
+      segments: i32[B, T], 1 on real tokens.
+      first: i32[B], drawn behind the prompts.
+      stops: i32[M], tokens that end a row.
+      limit: i32[], tokens that end a row.
+    """
+    num_drafts, slots, capacity = shape
+    batch, time = tokens.shape
+    end = jnp.sum(segments, axis=1) - 1  # [B]
     ahead = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     at_end = jnp.arange(time)[None, :] == end[:, None]
-    ahead = jnp.where(at_end, first[:, None], ahead)
-    hidden, drafter = read_drafter(
+    ahead, drafter = read_drafter(
         model,
-        output.hidden,
-        ahead,
+        hidden,
+        jnp.where(at_end, first[:, None], ahead),
         segments,
         model.mtp.block.mixer.init_cache(batch, slots, model.config.compute_dtype),
         jnp.zeros((batch,), jnp.int32),
@@ -223,9 +255,9 @@ def prefill(
         count=jnp.zeros((batch,), jnp.int32),
         is_done=jnp.zeros((batch,), bool),
         tokens=jnp.full((batch, capacity), -1, jnp.int32),
-        cache=output.cache,
+        cache=cache,
         drafter=drafter,
-        hidden=_at(hidden, end),
+        hidden=_at(ahead, end),
         histogram=jnp.zeros((batch, num_drafts + 1), jnp.int32),
     )
     return _emit(carry, first[:, None], jnp.zeros_like(end), stops, limit)
