@@ -62,7 +62,8 @@ class Config:
 
     Attributes:
       segments: stretches of time of each row that run side by side, see
-        `kernel_summary`; `None` lets `plan_segments` choose. A state that crosses
+        `kernel_summary`; `None` lets `plan_segments` choose. A number that does not
+        divide a row's chunks pads them, at the price of copies. A state that crosses
         from one to the next is rounded otherwise than inside one, so with more than
         one, a document's bits depend on where the borders fall.
       stages: chunks in shared memory at a time in the forward kernel, 2 or 3.
@@ -164,7 +165,9 @@ def plan_segments(*, items: int, chunks: int) -> int:
     blocks of a launch run, times the chunks of each. One segment takes one launch of
     `items` blocks. S of them take two, of (2 S - 3) `items` blocks that summarise and
     S `items` that run, and a chain of S - 2 products between them. Nothing is gained
-    once `items` fill the card, or if rows are so short that the launches count.
+    once `items` fill the card, or if rows are so short that the launches count. Only
+    numbers that divide the chunks come into question: others would pad, which copies
+    q, k, v and o.
 
     Args:
       items: rows times value heads.
@@ -186,7 +189,8 @@ def plan_segments(*, items: int, chunks: int) -> int:
             total += _LAUNCH_CHUNKS + _CHAIN_CHUNKS * (segments - 2)
         return total
 
-    best = min(range(1, min(chunks, MAX_SEGMENTS) + 1), key=time)
+    most = min(chunks, MAX_SEGMENTS)
+    best = min((x for x in range(1, most + 1) if chunks % x == 0), key=time)
     return best if time(best) < 0.9 * time(1) else 1
 
 

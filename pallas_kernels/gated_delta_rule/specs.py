@@ -208,7 +208,7 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
 # Launch parameters that no heuristic picks yet, measured with --peers NAME,...
 VARIANTS: dict[str, Config] = {
     "planned": Config(segments=None),
-    **{f"segments{count}": Config(segments=count) for count in (2, 3, 4, 6, 8)},
+    **{f"segments{count}": Config(segments=count) for count in (2, 4, 8)},
     "stages3": Config(stages=3),
     "queries_last": Config(order="queries_last"),
     "queries_last3": Config(order="queries_last", stages=3),
