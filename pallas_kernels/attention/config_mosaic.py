@@ -94,7 +94,8 @@ def heuristic(*, head_dim: int) -> Config:
             step_kv=64, slots=4, dq_step_kv=64, dq_slots=3, block_kv=64, dkv_stages=2
         )
     if head_dim == 128:
-        return Config(slots=5, dkv_stages=4)
+        # Products of 64 x 64 from shared memory read it as fast as it can be read.
+        return Config(slots=5, dq_step_kv=128, dkv_stages=4)
     return Config(slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6)
 
 

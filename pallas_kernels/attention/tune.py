@@ -63,7 +63,7 @@ CANDIDATES: dict[str, dict[int, tuple[dict[str, Any], ...]]] = {
     },
     "dq": {
         64: ({}, {"dq_step_kv": 64, "dq_slots": 8}),
-        128: ({}, {"dq_step_kv": 128}, {"dq_slots": 6}),
+        128: ({}, {"dq_step_kv": 64}, {"dq_step_kv": 64, "dq_slots": 8}),
         256: ({}, {"dq_slots": 2}),
     },
     "dkv": {
