@@ -6,6 +6,7 @@ Saved between forward and backward are the inputs, o and the logarithm of the su
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -117,6 +118,12 @@ def plan_of(
 ) -> Plan:
     """Sizes of a call, with the blocks of its bounds; arguments as in `attention`."""
     batch, _, heads, dim = q.shape
+    config = with_blocks(
+        config, head_dim=dim, block_q=bounds.block_q, block_kv=bounds.block_kv
+    )
+    if logit_cap is not None:
+        # Its slope is one more matrix in registers.
+        config = dataclasses.replace(config, dq_step_kv=64, dkv_step_q=64)
     return Plan(
         batch=batch,
         heads=heads,
@@ -127,9 +134,7 @@ def plan_of(
         dtype=jnp.dtype(q.dtype),
         scale=scale,
         logit_cap=logit_cap,
-        config=with_blocks(
-            config, head_dim=dim, block_q=bounds.block_q, block_kv=bounds.block_kv
-        ),
+        config=config,
     )
 
 
