@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
+from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.data.batch import packing_metadata
 
 
@@ -61,8 +62,8 @@ def scan_layers(
       model: a `Decoder`.
       x: [B, T, D], embedded tokens.
       caches: as in `DecoderCache.layers`.
-      layer: what a layer does with x and its part of the cache: a `KVCacheOfLayer`, or
-        the row of any other cache; it may return `None` for a part that stays.
+      layer: what a layer does with x and its part of the cache, a `KVCacheOfLayer` or
+        a `RecurrentCacheOfLayer`; it may return `None` for a part that stays.
 
     Returns:
       x, the caches, and what `layer` kept: one value per position of the pattern, its
@@ -77,7 +78,7 @@ def scan_layers(
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
             block = nnx.merge(graphdef, state)
             x, part, keep = layer(block, x, layer_part(cache, index))
-            after.append(put_part(cache, part, index))
+            after.append(put_part(cache, part))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)
 
@@ -91,19 +92,9 @@ def layer_part(cache: LayerCache, index: jax.Array) -> Any:
     """One layer's part of the cache of its position, as `scan_layers` hands it out."""
     if isinstance(cache, KVCache):
         return KVCacheOfLayer(stacked=cache, index=index)
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), cache
-    )
+    return RecurrentCacheOfLayer(stacked=cache, index=index)
 
 
-def put_part(cache: LayerCache, part: Any, index: jax.Array) -> Any:
-    """Puts a layer's part into the cache of its position; `None` leaves it as it is."""
-    if part is None:
-        return cache
-    if isinstance(part, KVCacheOfLayer):
-        return part.stacked
-    return jax.tree.map(
-        lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row, index, 0),
-        cache,
-        part,
-    )
+def put_part(cache: LayerCache, part: Any) -> Any:
+    """The cache of a position after a layer's part of it; `None` leaves it as it is."""
+    return cache if part is None else part.stacked

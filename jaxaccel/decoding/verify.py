@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
-from jaxaccel.cache.recurrent import PendingRecurrent
+from jaxaccel.cache.recurrent import PendingRecurrent, RecurrentCacheOfLayer
 from jaxaccel.data.batch import packing_metadata
-from jaxaccel.decoding.layer_loop import layer_part, put_part, scan_layers
+from jaxaccel.decoding.layer_loop import scan_layers
 from jaxaccel.nn.attention import PendingAttention
 from jaxaccel.nn.moe import MoE
 
@@ -109,9 +109,10 @@ def _commit_state(block: Any, cache: Any, tokens: Any, accepted: jax.Array):
 
     def period(cache, sliced):
         index, state, tokens = sliced
-        pending = PendingRecurrent(cache=layer_part(cache, index), tokens=tokens)
-        part = nnx.merge(graphdef, state).commit(pending, accepted)
-        return put_part(cache, part, index), None
+        part = RecurrentCacheOfLayer(stacked=cache, index=index)
+        pending = PendingRecurrent(cache=part.row, tokens=tokens)
+        row = nnx.merge(graphdef, state).commit(pending, accepted)
+        return part.replace(row).stacked, None
 
     periods = jnp.arange(jax.tree.leaves(cache)[0].shape[0])
     return jax.lax.scan(period, cache, (periods, state, tokens))[0]
