@@ -97,7 +97,8 @@ TECHNIQUES = (
     ),
     Technique(
         name="Gated DeltaNet, hybrid 3:1 with gated attention",
-        state="`reference`, `xla`, `mosaic`; open: measured gradients, fused decode",
+        state="`reference`, `xla`, `mosaic`; rows may be split over blocks or "
+        "over devices; open: measured gradients",
         module="`jaxaccel.nn.GatedDeltaNet`",
         config="`experiments/gdn/`",
         notebook="01_quickstart",
@@ -105,8 +106,15 @@ TECHNIQUES = (
         figure=_gated_delta_rule,
     ),
     Technique(
+        name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
+        "self-speculation",
+        state="`reference`, `xla`; `mosaic` by name, not measured yet",
+        module="`jaxaccel.decoding`",
+        config="`experiments/gdn/decode.gin`",
+    ),
+    Technique(
         name="Mixture of experts by one sort",
-        state="`reference`, `xla`",
+        state="`reference`, `xla`; `mosaic` grouped products by name, not measured yet",
         module="`jaxaccel.nn.MoE`",
         config="`experiments/gdn/`",
         notebook="01_quickstart",
@@ -116,6 +124,18 @@ TECHNIQUES = (
         state="all layers and the loss; tile and chunk tables are open",
         module="`jaxaccel.data`",
         config="`experiments/base/`",
+    ),
+    Technique(
+        name="Attention that skips tiles between documents, both ways",
+        state="`reference`, `xla`; `mosaic` by name, not measured yet",
+        module="`pallas_kernels.attention`",
+        config="all",
+    ),
+    Technique(
+        name="Activations in host memory, copied beside the kernels",
+        state="ring, policy, groups, recomputation: a plan picks; not measured yet",
+        module="`jaxaccel.core.offload`",
+        config="`experiments/offload/`",
     ),
     Technique(
         name="Training step: scanned layers, chunked loss, donated state",
