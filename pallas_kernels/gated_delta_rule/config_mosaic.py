@@ -54,6 +54,7 @@ class Gate(enum.IntEnum):
 
 
 Order = Literal["queries_first", "queries_last", "values_first"]
+Products = Literal["together", "in_turn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,13 +74,16 @@ class Config:
         Q weighed by the decay, in 16 bits. "queries_last" does only that;
         "values_first" multiplies the values with R along with the first products,
         too.
-      grads_warpgroups: of a block of `kernel_grads`, 2 or 4.
+      grads_warpgroups: of a block of `kernel_grads`, 2 or 3.
+      grads_products: "together", or "in_turn" with fewer registers: how the kernel
+        makes the two products over pairs of tokens.
     """
 
     segments: int | None = 1
     stages: int = STAGES
     order: Order = "queries_first"
     grads_warpgroups: int = 2
+    grads_products: Products = "together"
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
@@ -87,7 +91,8 @@ class Config:
         for name, allowed in (
             ("stages", (2, 3)),
             ("order", get_args(Order)),
-            ("grads_warpgroups", (2, 4)),
+            ("grads_warpgroups", (2, 3)),
+            ("grads_products", get_args(Products)),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}={value!r}, allowed are {allowed}")

@@ -26,7 +26,8 @@ whose row and column sums cancel, keeps dg precise under strong decay.
 Three kinds of work share a block (`_Part`). "Columns", in two warpgroups: up to dD each
 has half of the V columns, for dQ and dK half of the K columns. "Pairs" makes P, then dR
 and dP; "inverse" makes R, then dL. `Config.grads_warpgroups` says whether these two
-have warpgroups of their own.
+have a warpgroup of their own. A warpgroup for each of them leaves each too few
+registers: the compiler then waits after every product.
 """
 
 from __future__ import annotations
@@ -82,18 +83,21 @@ class _Part:
     registers: int | None = None
 
 
-LAUNCH_REGISTERS = 128  # per thread of four warpgroups, before any of them asks
 # A sum over pairs of tokens is 32 registers, those of dQ and dK in half of the columns
 # 64; products need as many again.
 PARTS = {
     2: (_Part(columns=0, pairs=True), _Part(columns=1, inverse=True)),
-    4: (
-        _Part(columns=0, registers=144),
-        _Part(columns=1, registers=144),
-        _Part(pairs=True, registers=LAUNCH_REGISTERS),
-        _Part(inverse=True, registers=96),
+    3: (
+        _Part(columns=0, registers=160),
+        _Part(columns=1, registers=160),
+        _Part(pairs=True, inverse=True, registers=192),
     ),
 }
+
+
+def _launch_registers(config: Config) -> int:
+    """Registers per thread before any warpgroup asks for others."""
+    return hw.device().registers_per_thread // config.grads_warpgroups // 8 * 8
 
 
 def _meet(barrier: Any) -> None:
@@ -155,7 +159,7 @@ def _write_written(smem, half, from_exit):
     smem["d_written"].at[:, half][...] = d_written.astype(smem["d_written"].dtype)
 
 
-def _pair_gradients(smem, scale, index, d_scores):
+def _pair_gradients(smem, scale, index, d_scores, in_turn):
     """dR and dP, and all that is summed over pairs of tokens.
 
     Returns:
@@ -163,9 +167,12 @@ def _pair_gradients(smem, scale, index, d_scores):
     """
     row, column = index
     gates = smem["gates"]
-    d_weights, d_qk = tc.mma_each(
-        (smem["d_written"], smem["v"].T), (smem["do"], smem["written"].T)
-    )
+    products = (smem["d_written"], smem["v"].T), (smem["do"], smem["written"].T)
+    d_qk: Any = None
+    if in_turn:
+        d_weights = tc.mma(products[0])
+    else:
+        d_weights, d_qk = tc.mma_each(*products)
     decay = decay_matrix(gates, index)
     beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
     d_weights = d_weights * decay
@@ -174,10 +181,14 @@ def _pair_gradients(smem, scale, index, d_scores):
     plgpu.barrier_arrive(smem["d_inverse_ready"])
     d_weights = d_weights * tc.load(smem["inverse"]).astype(jnp.float32)
     smem["sums"].at[SUMS["dbeta"]][...] = jnp.sum(d_weights, axis=0)
+    if in_turn:
+        d_qk = tc.mma(products[1])
     pairs = d_weights * beta + d_qk * tc.load(smem["scores"]).astype(jnp.float32)
     pairs = jnp.where(column < row, pairs, 0.0)
     smem["sums"].at[SUMS["columns"]][...] = jnp.sum(pairs, axis=0)
     smem["sums"].at[SUMS["rows"]][...] = jnp.sum(pairs, axis=1)
+    if in_turn:
+        decay = decay_matrix(gates, index)  # again, rather than kept until here
     return d_scores + d_qk * decay * scale
 
 
@@ -271,7 +282,7 @@ def _chunk_grads_kernel(
     block, key_head = tc.split_index(lax.axis_index("block"), shapes.key_heads)
     row, chunk = tc.split_index(block, shapes.chunks)
     tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
-    index = tc.square_indices(CHUNK)
+    rows, columns_index = tc.square_indices(CHUNK)
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
     place, outside = smem, _slot(smem, 0)
 
@@ -296,10 +307,12 @@ def _chunk_grads_kernel(
         """One value head; `sums` over heads are those of `part`, in its order."""
         columns = part.columns
         half = None if columns is None else pl.ds(columns * HALF, HALF)
-        sums = list(sums)
+        sums = dict(sums)
         plgpu.barrier_wait(place["arrived"])
         gates = place["gates"]
-        smem = _slot(place, _unknown_zero(gates))
+        zero = _unknown_zero(gates)
+        smem = _slot(place, zero)
+        index = rows + zero, columns_index  # so are masks
         from_exit = None if half is None else _write_missing(smem, half)
         if part.pairs:
             # Multiplied again for each head: registers are scarcer than products.
@@ -317,13 +330,18 @@ def _chunk_grads_kernel(
             _write_written(smem, half, from_exit)
         _meet(smem["met"])
         if part.pairs:
-            sums[-1] = _pair_gradients(smem, scale, index, sums[-1])
+            in_turn = config.grads_products == "in_turn"
+            sums["scores"] = _pair_gradients(
+                smem, scale, index, sums["scores"], in_turn
+            )
         if columns is not None:
-            sums[:2] = _key_space(smem, scale, columns, *sums[:2])
+            sums["dq"], sums["dk"] = _key_space(
+                smem, scale, columns, sums["dq"], sums["dk"]
+            )
         start: Any = None
         d_beta: Any = None
         if part.inverse:
-            sums[-1], d_beta = _inverse_gradient(smem, index, sums[-1])
+            sums["weights"], d_beta = _inverse_gradient(smem, index, sums["weights"])
         if part.pairs:
             starts = tc.load(gates.at[Gate.START], tc.PER_COLUMN).astype(jnp.int32)
             start = starts, gates[Gate.START, CHUNK - 1].astype(jnp.int32)
@@ -341,30 +359,30 @@ def _chunk_grads_kernel(
         if part.inverse:
             d_beta = d_beta + tc.load(smem["sums"].at[SUMS["dbeta"]], tc.PER_ROW)
             outputs["dbeta"].at[item, inside][...] = d_beta
-        return tuple(sums)
+        return sums
 
     def run(part):
-        if part.registers not in (None, LAUNCH_REGISTERS):
-            action = "increase" if part.registers > LAUNCH_REGISTERS else "decrease"
+        launched = _launch_registers(config)
+        if part.registers not in (None, launched):
+            action = "increase" if part.registers > launched else "decrease"
             plgpu.set_max_registers(part.registers, action=action)
         if part.columns == 0:
             start()
         plgpu.barrier_wait(place["keys_arrived"])
-        of_pairs = part.pairs or part.inverse
-        *columns_sums, last = lax.fori_loop(
+        names = ("dq", "dk") * (part.columns is not None)
+        names += ("scores",) * part.pairs + ("weights",) * part.inverse
+        sums = lax.fori_loop(
             0,
             shapes.group,
             functools.partial(value_head, part),
-            (zeros,) * (2 * (part.columns is not None) + of_pairs),
+            dict.fromkeys(names, zeros),
         )
-        if of_pairs:
-            name = "scores" if part.pairs else "weights"
-            outside[name][...] = last.astype(shapes.dtype)
-        else:
-            columns_sums.append(last)
+        for name in ("scores", "weights"):
+            if name in sums:
+                outside[name][...] = sums[name].astype(shapes.dtype)
         _meet(place["met"])
         if part.columns is not None:
-            _combine(outside, part.columns, *columns_sums)
+            _combine(outside, part.columns, sums["dq"], sums["dk"])
         _meet(place["met"])
         if part.columns is not None:
             name, result = (("dq", "v"), ("dk", "do"))[part.columns]

@@ -214,7 +214,9 @@ VARIANTS: dict[str, Config] = {
     "queries_last3": Config(order="queries_last", stages=3),
     "values_first": Config(order="values_first"),
     "values_first3": Config(order="values_first", stages=3),
-    "grads4": Config(grads_warpgroups=4),
+    "grads3": Config(grads_warpgroups=3),
+    "grads_in_turn": Config(grads_products="in_turn"),
+    "grads3_in_turn": Config(grads_warpgroups=3, grads_products="in_turn"),
 }
 
 

@@ -251,8 +251,10 @@ def test_states_and_their_gradients_run_through_the_chunks(documents):
     assert_close(d_initial.reshape(want[7].shape), want[7], rel=8e-3, name="dinitial")
 
 
-@pytest.mark.parametrize("warpgroups", [2, 4])
-def test_gradients_of_a_chunk_are_precise_under_strong_decay(documents, warpgroups):
+@pytest.mark.parametrize("warpgroups, products", [(2, "together"), (3, "in_turn")])
+def test_gradients_of_a_chunk_are_precise_under_strong_decay(
+    documents, warpgroups, products
+):
     from pallas_kernels.gated_delta_rule import kernel_grads
 
     args, is_first = documents
@@ -278,7 +280,7 @@ def test_gradients_of_a_chunk_are_precise_under_strong_decay(documents, warpgrou
                 kernel_grads.chunk_grads,
                 shapes_of(args),
                 SCALE,
-                Config(grads_warpgroups=warpgroups),
+                Config(grads_warpgroups=warpgroups, grads_products=products),
             )
         )(inputs)
 
@@ -446,7 +448,7 @@ def test_kernels_lower_for_the_card(group, config):
 
 @pytest.mark.parametrize(
     "kernel, warpgroups",
-    [("bwd", 4), ("grads", 2), ("grads", 4), ("entry_gradients", 4)],
+    [("bwd", 4), ("grads", 2), ("grads", 3), ("entry_gradients", 4)],
 )
 def test_gradient_kernels_lower_for_the_card(kernel, warpgroups):
     from pallas_kernels.gated_delta_rule import (
