@@ -97,13 +97,18 @@ TECHNIQUES = (
     ),
     Technique(
         name="Gated DeltaNet, hybrid 3:1 with gated attention",
-        state="`reference`, `xla`, `mosaic`; rows may be split over blocks or "
-        "over devices; open: measured gradients",
+        state="`reference`, `xla`, `mosaic`; open: measured gradients",
         module="`jaxaccel.nn.GatedDeltaNet`",
         config="`experiments/gdn/`",
         notebook="01_quickstart",
         file="gated_delta_rule_h200",
         figure=_gated_delta_rule,
+    ),
+    Technique(
+        name="The delta rule over time split between devices, documents astride",
+        state="`xla`; `mosaic` by name, not measured yet; no layer uses it yet",
+        module="`jaxaccel.nn.context_parallel`",
+        config="",
     ),
     Technique(
         name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
@@ -129,7 +134,7 @@ TECHNIQUES = (
         name="Attention that skips tiles between documents, both ways",
         state="`reference`, `xla`; `mosaic` by name, not measured yet",
         module="`pallas_kernels.attention`",
-        config="all",
+        config="",
     ),
     Technique(
         name="Activations in host memory, copied beside the kernels",
