@@ -1,8 +1,12 @@
 """Strict modes for every test; eight fake CPU devices for the sharding tests."""
 
+import gc
 import os
 
 
+# Traced programs are large webs of objects that stay; Python would look through them
+# for garbage every 700 allocations.
+gc.set_threshold(20_000)
 os.environ.setdefault("NNX_GRAPH_MODE", "false")
 os.environ.setdefault("NNX_GRAPH_UPDATES", "false")
 _FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -10,6 +14,7 @@ for _flag in (
     "--xla_force_host_platform_device_count=8",
     # Compiling, not running, is what the suite spends its time on.
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_opt_preset=FAST_COMPILE",
 ):
     if _flag.split("=")[0] not in _FLAGS:
         _FLAGS = f"{_FLAGS} {_flag}"
