@@ -95,7 +95,7 @@ class Agreement:
       same: share of the tokens before a row's first difference.
       gap: over rows that differ, the largest difference between the first step's
         logits of the two tokens, as a share of the logits' standard deviation; 0 if
-        none differs.
+        none differs, infinite where those logits are not finite.
     """
 
     same: float
@@ -109,6 +109,9 @@ def compare(expected: np.ndarray, logits: np.ndarray, tokens: np.ndarray) -> Agr
     gap = 0.0
     for row in np.flatnonzero(first < expected.shape[1]):
         scores = logits[row, first[row]].astype(np.float64)
+        if not np.isfinite(scores).all():
+            gap = np.inf
+            break
         chosen = scores[tokens[row, first[row]]]
         gap = max(gap, (scores.max() - chosen) / max(scores.std(), 1e-30))
     return Agreement(same=float(first.sum() / expected.size), gap=float(gap))
@@ -135,8 +138,15 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
             weights.config.vocab_size,
         )
         expected, logits = reference_tokens(weights, plan[0], prompts, config)
+        # The argmax of NaN is a token like any other, on which all steps agree.
+        is_finite = bool(np.isfinite(logits).all())
         first_ms: float | None = None
         for step in plan:
+            if not is_finite:
+                row = _about(config, weights, step, batch, limits)
+                note = "no speed: the first step's logits are not finite"
+                yield {**row, "note": note}
+                continue
             row = _row(config, weights, step, prompts, (expected, logits), limits)
             if row["ms"] is not None:
                 first_ms = first_ms or row["ms"]
@@ -154,16 +164,15 @@ def _row(
 ) -> dict[str, Any]:
     batch = prompts.shape[0]
     row = _about(config, weights, step, batch, limits)
+    # Where kernels are required, a machine without them must not pass.
+    needed = step.needs_kernels and config.require
+    verdict = "no speed" if needed else "not available"
     if step.unavailable:
-        # Where kernels are required, a machine without them must not pass.
-        verdict = (
-            "no speed" if step.needs_kernels and config.require else "not available"
-        )
         return {**row, "note": f"{verdict}: {step.unavailable}"}
     try:
         launch = build(weights, step, prompts, config)
     except NotImplementedError as error:
-        return {**row, "note": f"not available: {error}"}
+        return {**row, "note": f"{verdict}: {error}"}
     row |= {
         "runs": launch.runs,
         "compile_s": digits(launch.compile_seconds),
@@ -178,7 +187,8 @@ def _row(
     tokens = launch.run(launch.start(), config.check_tokens)
     found = compare(*expected, tokens[:, : config.check_tokens])
     row |= {"same_tokens": digits(found.same), "logit_gap": digits(found.gap)}
-    if found.gap > config.logit_tolerance:
+    # Written so that NaN fails.
+    if not found.gap <= config.logit_tolerance:
         return {**row, "note": "no speed: other tokens than those of the first step"}
     milliseconds = _time(launch, _timed_tokens(config, step), config.rounds)
     ms = statistics.median(milliseconds)

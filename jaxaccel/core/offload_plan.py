@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from jaxaccel.core.memory import (
 )
 from jaxaccel.core.offload import MODES, OFFLOADING, offload_scan
 
+
+_LOGGER = logging.getLogger(__name__)
 
 MIN_LAYERS = 3
 MIN_ACTIVATION_BYTES = 2 * 2**20
@@ -92,12 +95,11 @@ class ScanSizes:
 def plan_offload(
     mode: str,
     sizes: ScanSizes,
-    memory: HostMemory,
+    memory: HostMemory | None,
     *,
     group: int = 2,
     host_budget: int | None = None,
     reserved: int = 0,
-    device_budget: int | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> OffloadPlan:
     """Chooses the first mode that fits: the one asked for, policy, group, remat.
@@ -105,11 +107,11 @@ def plan_offload(
     Args:
       mode: what is asked for; "save" and "remat" are taken as they are.
       sizes: what there is to keep.
-      memory: what the device and the host have.
+      memory: what the device and the host have; `None` where the mode uses no host
+        memory.
       group: the smallest group of layers, for mode "group".
       host_budget: pinned bytes that this process may use, `None` for no such limit.
       reserved: pinned bytes that something else of this process takes.
-      device_budget: bytes that layer inputs may take on a device, `None` for unknown.
       failed: modes that were tried, and why they cannot be had.
 
     Returns:
@@ -117,7 +119,7 @@ def plan_offload(
       failed by and what sets that number.
 
     Raises:
-      ValueError: the mode is unknown.
+      ValueError: the mode is unknown, or offloads without `memory`.
     """
     if mode not in MODES:
         raise ValueError(
@@ -125,6 +127,8 @@ def plan_offload(
         )
     if mode not in OFFLOADING:
         return _plan(mode, 1, sizes, "as asked")
+    if memory is None:
+        raise ValueError(f"mode={mode!r} needs memory, got None")
     unfit = _why_not_at_all(sizes, memory)
     if unfit is not None:
         return _plan("remat", 1, sizes, f"{mode}: {unfit}")
@@ -136,7 +140,6 @@ def plan_offload(
         if rung == "group":
             grouped = _group_that_fits(sizes, limit - reserved, group)
         need = sizes.host_bytes(rung, grouped)
-        device = sizes.device_bytes(rung, grouped)
         if refusal is None and rung == "group" and grouped == 1:
             refusal = (
                 f"no group of {sizes.length} layers is small enough ({limit_name})"
@@ -144,8 +147,6 @@ def plan_offload(
         if refusal is None and need + reserved > limit:
             taken = f" beside {gib(reserved)} in use" if reserved else ""
             refusal = f"needs {gib(need)} of host memory{taken} ({limit_name})"
-        if refusal is None and device_budget is not None and device > device_budget:
-            refusal = f"needs {gib(device)} of the device's {gib(device_budget)}"
         if refusal is None:
             chosen = f"{rung}: {gib(need)} of host memory ({limit_name})"
             return _plan(rung, grouped, sizes, "; ".join([*refusals, chosen]))
@@ -228,6 +229,9 @@ def verify_offload(
 ) -> None:
     """Asserts that a compiled function keeps in host memory what the plan says.
 
+    More than a tenth above the plan is logged as a warning: the step runs, but the
+    budget that the plan kept to may be passed.
+
     A misspelt name or a value that XLA could prove unnecessary to move would leave
     everything on the device without a word. A CPU's host memory is its own, and no
     copies are made there: nothing is asserted.
@@ -250,6 +254,12 @@ def verify_offload(
         raise OffloadFailed(
             f"the compiled step keeps {gib(found)} in host memory, expected "
             f"{gib(expected)}"
+        )
+    if found > 1.1 * expected:
+        _LOGGER.warning(
+            "the compiled step keeps %s in host memory, planned were %s",
+            gib(found),
+            gib(expected),
         )
     text = compiled.as_text() or ""
     if '_xla_compute_type="host"' in text:

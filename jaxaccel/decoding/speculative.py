@@ -5,7 +5,9 @@ the trunk's hidden state of a token beside the token that follows, and predicts 
 one after that. Given its own output in place of the trunk's it drafts further. The
 trunk then reads all drafts in one pass and keeps those it would have drawn itself:
 with temperature 0 the tokens are those of plain decoding, with sampling each has the
-distribution of plain decoding (Leviathan et al., arXiv:2211.17192, algorithm 1).
+distribution of plain decoding (Leviathan et al., arXiv:2211.17192, algorithm 1). Both
+hold as far as one pass over several tokens gives the logits of one token at a time:
+its sums round in another order, and in bfloat16 that decides between near ties.
 """
 
 from __future__ import annotations
@@ -115,8 +117,9 @@ def generate_speculative(
       prompts: as in `generate`, like the arguments not named here.
       num_drafts: drafts n of a pass, at least 1; a pass yields 1 to n + 1 tokens.
       max_new_tokens: likewise.
-      sampling: likewise. A temperature of 0 gives the tokens of `generate`; any other
-        gives its distribution, not its draws.
+      sampling: likewise. In float32 a temperature of 0 gives the tokens of `generate`;
+        in bfloat16 it does up to ties that rounding decides, behind which the row is
+        another text. Any other gives the distribution of `generate`, not its draws.
       stop_tokens: likewise.
       vocab_limit: likewise.
       seed: likewise.

@@ -140,7 +140,8 @@ class OffloadLadder:
           sizes: what its layers keep.
           config: the host budget.
           reserved: pinned bytes that the optimizer's state takes.
-          memory: what the device and the host have; asked by default.
+          memory: what the device and the host have; asked by default, where the
+            model offloads.
         """
         self._asked = decoder
         self._policy = RematPolicy.parse(decoder.remat_policy)
@@ -149,7 +150,11 @@ class OffloadLadder:
         self._reserved = reserved
         budget = config.offload_host_gb
         self._budget = None if budget is None else int(budget * 2**30)
-        self._memory = host_memory() if memory is None else memory
+        # Asked only where it matters: a malformed limit stops no run that offloads
+        # nothing.
+        if memory is None and self._policy.mode in OFFLOADING:
+            memory = host_memory()
+        self._memory = memory
         self.platform = jax.local_devices()[0].platform
         self.num_devices = sizes.num_devices
         self._replan()

@@ -1,5 +1,6 @@
 """The decode waterfall tells no speed of another model, and no speed by accident."""
 
+import dataclasses
 import json
 
 import jax
@@ -143,10 +144,10 @@ def launch(tokens, text=""):
     )
 
 
-def measured(monkeypatch, config, tokens, **about):
+def measured(monkeypatch, config, tokens, best=1.0, **about):
     """Rows of a step that draws `tokens` where zeros have the largest logits."""
     logits = np.zeros((1, 4, 8))
-    logits[:, :, 0], logits[:, :, 1] = 1.0, 0.99
+    logits[:, :, 0], logits[:, :, 1] = best, 0.99
     reference = np.zeros((1, 4), np.int32), logits
     drawn = np.asarray([tokens], np.int32)
     monkeypatch.setattr(decode, "ceilings", lambda: Ceilings(gbps=1.0, tflops=0.0))
@@ -155,6 +156,10 @@ def measured(monkeypatch, config, tokens, **about):
     monkeypatch.setattr(decode, "reference_tokens", lambda *_: reference)
     monkeypatch.setattr(decode, "build", lambda *_: launch(drawn, **about))
     return list(decode.measure(config))
+
+
+def refuse(*_):
+    raise NotImplementedError("no card")
 
 
 def test_other_tokens_have_no_speed(monkeypatch):
@@ -167,6 +172,10 @@ def test_other_tokens_have_no_speed(monkeypatch):
     (row,) = measured(monkeypatch, config, [0, 0, 0, 5])
     assert row["ms"] is None
     assert row["note"].startswith("no speed: other tokens")
+    # Every step agrees on the argmax of NaN.
+    rows = measured(monkeypatch, config, [0, 0, 0, 0], best=np.nan)
+    assert [row["ms"] for row in rows] == [None]
+    assert rows[0]["note"] == "no speed: the first step's logits are not finite"
 
 
 def test_a_step_without_a_required_kernel_has_no_speed(monkeypatch):
@@ -181,6 +190,13 @@ def test_a_step_without_a_required_kernel_has_no_speed(monkeypatch):
     assert rows[2]["kernels"] == ["pk_x"]
     plan = settings(config, {"fused_kernel": "no card"})
     assert [step.needs_kernels for step in plan] == [False, True, True]
+    # A kernel that refuses is an answer only where nobody asked for it.
+    monkeypatch.setattr(decode, "build", refuse)
+    rows = list(decode.measure(config))
+    verdicts = ["not available", "no speed", "no speed"]
+    assert [row["note"] for row in rows] == [f"{v}: no card" for v in verdicts]
+    free = list(decode.measure(dataclasses.replace(config, require=())))
+    assert {row["note"] for row in free} == {"not available: no card"}
     # Drafts are verified several at once, which is no work for a step's kernel.
     assert not settings(tiny(require=("pk_x",)), {})[-1].needs_kernels
 
@@ -198,6 +214,9 @@ def test_a_near_tie_is_told_from_a_wrong_token():
     assert found.gap == pytest.approx(0.01 / logits[0, 0].std())
     tie[0, 0] = 2
     assert decode.compare(expected, logits, tie).gap > 1.0
+    for broken in (np.nan, np.inf, -np.inf):
+        logits[1, 1, 3] = broken
+        assert decode.compare(expected, logits, tie).gap == np.inf
 
 
 def test_a_step_left_out_changes_nothing_behind_it():
@@ -295,5 +314,6 @@ def test_the_published_configuration_is_what_it_says():
     )
     assert config.batches == (1, 8, 64)
     assert config.steps == STEPS
+    assert config.require == ("pk_gated_delta_step",)
     with pytest.raises(ConfigError, match="nothing uses it"):
         load_config("DecodeBenchConfig", [path], ["TrainConfig.num_steps = 1"])

@@ -101,12 +101,6 @@ def test_modes_that_failed_are_passed_over():
     assert got.reason == "ring: ring broke; policy: policy broke; group: group broke"
 
 
-def test_a_device_that_is_nearly_full_holds_one_input_less():
-    got = plan(device_budget=100 * MIB)
-    assert (got.mode, got.device_bytes) == ("policy", 64 * MIB)
-    assert "ring: needs 128 MiB of the device's 100 MiB" in got.reason
-
-
 def test_every_stage_stores_an_input():
     sizes = ScanSizes(length=8, stages=4, activation_bytes=4 * MIB, num_devices=2)
     assert plan(sizes=sizes).host_bytes == 8 * 4 * 4 * MIB * 2
@@ -163,6 +157,12 @@ def test_no_plan_passes_a_limit(
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="'rings' is unknown"):
         plan("rings")
+
+
+def test_only_modes_that_offload_need_to_know_the_memory():
+    assert plan("remat", host=None).mode == "remat"
+    with pytest.raises(ValueError, match="mode='ring' needs memory, got None"):
+        plan("ring", host=None)
 
 
 # What the machine has.
@@ -257,6 +257,15 @@ def test_an_executable_that_keeps_its_promise_passes():
     verify_offload(Compiled(0), PLAN, "cpu")
     remat = OffloadPlan(mode="remat", host_bytes=0, device_bytes=0, reason="")
     verify_offload(Compiled(0, "command_buffer"), remat, "gpu")
+
+
+def test_host_memory_beyond_the_plan_is_warned_of(caplog):
+    verify_offload(Compiled(int(2.15 * GIB)), PLAN, "gpu")
+    assert not caplog.records
+    verify_offload(Compiled(int(2.25 * GIB)), PLAN, "gpu")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "keeps 2.25 GiB in host memory, planned were 2 GiB" in record.message
 
 
 @pytest.mark.parametrize(

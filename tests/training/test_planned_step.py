@@ -110,6 +110,13 @@ def test_other_policies_are_left_alone(policy, caplog):
         got.refuse("full")
 
 
+def test_a_malformed_limit_stops_only_runs_that_offload(monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64GB")
+    assert ladder("full", memory=None).decoder.remat_policy == "full"
+    with pytest.raises(ValueError, match="'64GB' is no whole number of GiB"):
+        ladder("offload", memory=None)
+
+
 def test_a_group_that_is_asked_for_is_the_smallest_taken():
     assert ladder("offload_group:2").plan.group == 2
     assert ladder("offload_group:4").decoder.remat_policy == "remat"
