@@ -139,10 +139,11 @@ class _Options:
 
     @property
     def passes(self) -> dict[str, Any]:
-        """Options of the passes over the state alone."""
+        """Options of the passes over the state alone, which have no "reference"."""
+        exact = self.implementation == "reference"
         return {
             "chunk_size": self.chunk_size,
-            "implementation": self.implementation,
+            "implementation": "xla" if exact else self.implementation,
         }
 
 
@@ -218,7 +219,9 @@ def gated_delta_rule(
       q, k, v, g, beta: global arrays as for that one.
       sharding: where their parts lie; T is a multiple of the devices of its axis.
       is_first: bool[B, T], global.
-      initial_state, scale, chunk_size, implementation: as for that one.
+      initial_state, scale, chunk_size: as for that one.
+      implementation: as for that one. The passes over the state alone run "mosaic" if
+        it is named and "xla" otherwise.
 
     Returns:
       (o, sharded like v; final_state, on every device of the axis). Equal to one

@@ -9,11 +9,31 @@ import jax.numpy as jnp
 
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
-from pallas_kernels.gated_delta_rule import config_mosaic, reference, tables, xla
+from pallas_kernels.gated_delta_rule import (
+    checks,
+    config_mosaic,
+    reference,
+    tables,
+    xla,
+)
 from pallas_kernels.gated_delta_rule.config import heuristic
 
 
-_STEP_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+def refusals(k: Any, v: Any, chunk_size: int) -> dict[str, str]:
+    """Why the kernels cannot run keys [B, T, Hk, K] and values [B, T, Hv, V]."""
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        backend = jax.default_backend()
+        return {"mosaic": f"the kernels need a Hopper GPU, this is {backend}"}
+    reason = config_mosaic.refusal(
+        time=k.shape[1],
+        key_heads=k.shape[2],
+        value_heads=v.shape[2],
+        key_dim=k.shape[3],
+        value_dim=v.shape[3],
+        chunk=chunk_size,
+        dtype=v.dtype,
+    )
+    return {"mosaic": reason} if reason else {}
 
 
 def choose(
@@ -37,24 +57,19 @@ def choose(
 
     Returns:
       The choice.
+
+    Raises:
+      ValueError: `config` is given and an implementation that has none is named.
+      NotImplementedError: the named implementation cannot run this call.
     """
     del args, options  # "xla" and "reference" run everything that passes the checks.
-    refused = {}
-    if not (hw.is_hopper() or interpret.is_interpreting()):
-        refused["mosaic"] = (
-            f"the kernels need a Hopper GPU, this is {jax.default_backend()}"
+    if config is not None and implementation in ("xla", "reference"):
+        raise ValueError(
+            f'config={config} is for "mosaic", implementation={implementation!r} has '
+            "none"
         )
-    elif reason := config_mosaic.refusal(
-        time=q.shape[1],
-        key_heads=q.shape[2],
-        value_heads=v.shape[2],
-        key_dim=q.shape[3],
-        value_dim=v.shape[3],
-        chunk=chunk_size,
-        dtype=v.dtype,
-    ):
-        refused["mosaic"] = reason
-    elif config is None:
+    refused = refusals(q, v, chunk_size)
+    if not refused and config is None:
         config = config_mosaic.heuristic(config_mosaic.shapes_of(q, v))
     return select(
         "gated_delta_rule",
@@ -73,34 +88,6 @@ def _only_named(key_dim: int, value_dim: int) -> dict[str, str]:
             "mosaic": f"no measured row speaks for K = {key_dim}, V = {value_dim} yet"
         }
     return {}
-
-
-def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
-    if array.dtype != dtype:
-        raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(dtype)}")
-
-
-def _check_heads(k: Any, v: Any) -> None:
-    if v.shape[-2] % k.shape[-2]:
-        raise ValueError(
-            f"v has {v.shape[-2]} heads, which is no multiple of the "
-            f"{k.shape[-2]} heads of k"
-        )
-    if not jnp.issubdtype(v.dtype, jnp.floating):
-        raise ValueError(f"v has dtype {v.dtype}, expected a floating one")
-
-
-def _check_documents(
-    shape: tuple[int, int], is_first: jax.Array | None, starts: jax.Array | None
-) -> None:
-    if is_first is not None and starts is not None:
-        raise ValueError("is_first and starts say the same, give one of them")
-    if is_first is not None:
-        _expect("is_first", is_first, shape, jnp.bool_)
-    if starts is not None:
-        _expect("starts", starts, shape, jnp.int32)
 
 
 def gated_delta_rule(
@@ -139,6 +126,7 @@ def gated_delta_rule(
       chunk_size: tokens per chunk of the chunked forms, a power of two >= 16.
       config: launch parameters of "mosaic", `None` for those of these sizes. With
         more than one of its `segments`, results depend on where their borders fall.
+        Not used if `implementation=None` takes another one.
       implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has K of 64
         or 128 and V of 64, 128 or 256, chunks of 64 tokens, bf16 or f16, and 1 to 4
         value heads per key head (1 or 2 with V = 256); any T >= 1 (padded to chunks)
@@ -150,24 +138,14 @@ def gated_delta_rule(
 
     Raises:
       ValueError: a shape, dtype or chunk size is not allowed, both `is_first` and
-        `starts` are given, or `config` has more segments than rows have chunks.
+        `starts` are given, or `config` has more segments than rows have chunks or
+        comes with a name other than "mosaic".
       NotImplementedError: the named implementation cannot run this call.
     """
-    if q.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            f"q and v have shapes {q.shape} and {v.shape}, expected four axes each"
-        )
-    batch, time, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    _expect("q", q, (batch, time, key_heads, key_dim), v.dtype)
-    _expect("k", k, q.shape, v.dtype)
-    _expect("v", v, (batch, time, value_heads, value_dim), v.dtype)
-    _check_heads(k, v)
-    _expect("g", g, (batch, time, value_heads), jnp.float32)
-    _expect("beta", beta, (batch, time, value_heads), jnp.float32)
-    if chunk_size < 16 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is {chunk_size}, expected a power of two >= 16")
-    _check_documents((batch, time), is_first, starts)
+    batch, time = checks.tokens(q, k, v, g, beta)
+    key_dim, (value_heads, value_dim) = k.shape[3], v.shape[2:]
+    checks.chunk_size(chunk_size)
+    checks.documents((batch, time), is_first, starts)
     if is_first is None:
         is_first = jnp.zeros((batch, time), bool)
         if starts is not None:
@@ -175,7 +153,7 @@ def gated_delta_rule(
     shape = (batch, value_heads, value_dim, key_dim)
     if initial_state is None:
         initial_state = jnp.zeros(shape, jnp.float32)
-    _expect("initial_state", initial_state, shape, jnp.float32)
+    checks.expect("initial_state", initial_state, shape, jnp.float32)
     scale = key_dim**-0.5 if scale is None else scale
     choice = choose(
         q, k, v, chunk_size=chunk_size, config=config, implementation=implementation
@@ -214,57 +192,3 @@ def gated_delta_rule(
         chunk=chunk_size,
     )
     return xla.gated_delta_rule(q, k, v, g, beta, config=sizes, **rest)
-
-
-def gated_delta_rule_step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    *,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """One token of `gated_delta_rule`, for decoding.
-
-    Args:
-      q, k: [B, Hk, K], l2-normalised by the caller, dtype of v.
-      v: [B, Hv, V].
-      g, beta: f32[B, Hv].
-      state: f32[B, Hv, V, K].
-      scale: factor on the output, K ** -0.5 if `None`.
-      implementation: "xla", "reference" or `None`.
-
-    Returns:
-      (o [B, Hv, V] of v's dtype, the new state f32[B, Hv, V, K]).
-
-    Raises:
-      ValueError: a shape or dtype is not allowed.
-    """
-    choice = select(
-        "gated_delta_rule_step", implementation, {}, available=_STEP_AVAILABLE
-    )
-    if q.ndim != 3 or v.ndim != 3:
-        raise ValueError(
-            f"q and v have shapes {q.shape} and {v.shape}, expected three axes each"
-        )
-    batch, _, key_dim = q.shape
-    value_heads, value_dim = v.shape[1:]
-    _expect("q", q, q.shape, v.dtype)
-    _expect("k", k, q.shape, v.dtype)
-    _expect("v", v, (batch, value_heads, value_dim), v.dtype)
-    _check_heads(k, v)
-    _expect("g", g, (batch, value_heads), jnp.float32)
-    _expect("beta", beta, (batch, value_heads), jnp.float32)
-    _expect("state", state, (batch, value_heads, value_dim, key_dim), jnp.float32)
-    scale = key_dim**-0.5 if scale is None else scale
-    if choice.implementation == "xla":
-        return xla.step(q, k, v, g, beta, state, scale=scale)
-    group = value_heads // q.shape[1]
-    q32, k32 = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (q, k))
-    o, state = reference.step(
-        q32, k32, v.astype(jnp.float32), g, beta, state, scale=scale
-    )
-    return o.astype(v.dtype), state

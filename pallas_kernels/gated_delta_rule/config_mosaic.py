@@ -210,12 +210,21 @@ def table_key(shapes: Shapes) -> str:
 
 
 def heuristic(shapes: Shapes) -> Config:
-    """The measured launch parameters of a call, the same for all that weren't."""
+    """The measured launch parameters of a call, the same for all that weren't.
+
+    A measured number of segments serves rows of other lengths as well, so it is
+    lowered to a divisor of this call's chunks.
+    """
     found = tuning.lookup("gated_delta_rule", table_key(shapes))
     if found is None:
         return Config()
     names = {field.name for field in dataclasses.fields(Config)}
-    return Config(**{k: v for k, v in found.items() if k in names})
+    config = Config(**{k: v for k, v in found.items() if k in names})
+    if config.segments is None:
+        return config
+    most = min(config.segments, shapes.chunks)
+    segments = next(x for x in range(most, 0, -1) if shapes.chunks % x == 0)
+    return dataclasses.replace(config, segments=segments)
 
 
 def refusal(

@@ -500,35 +500,3 @@ def entry_gradients(
     d_state = _by_key_head(jnp.zeros(shape, jnp.float32), key_heads)
     d_state, _ = jax.lax.scan(group, d_state, x, reverse=True)
     return d_state.reshape(shape)
-
-
-def step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    """One token, with one read of the state for both matrix-vector products.
-
-    Arguments and results as in `api.gated_delta_rule_step`.
-    """
-    batch, key_heads, _ = q.shape
-    group = v.shape[1] // key_heads
-    shape = (batch, key_heads, group)
-    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
-    v32 = v.astype(jnp.float32).reshape(*shape, -1)
-    beta = beta.reshape(*shape, 1)
-    decay = jnp.exp(g).reshape(*shape, 1)
-    rows = state.reshape(*shape, *state.shape[2:])
-    product = functools.partial(_product, dtype=jnp.dtype(jnp.float32))
-    # [B, Hk, R, V, 2]: S k and S q from one pass over S.
-    both = product("bhrvk,bhkx->bhrvx", rows, jnp.stack([k32, q32], axis=-1))
-    error = beta * (v32 - decay * both[..., 0])
-    qk = jnp.sum(q32 * k32, axis=-1)[:, :, None, None]
-    o = scale * (decay * both[..., 1] + qk * error)
-    rows = decay[..., None] * rows + error[..., None] * k32[:, :, None, None, :]
-    return o.reshape(v.shape).astype(v.dtype), rows.reshape(state.shape)

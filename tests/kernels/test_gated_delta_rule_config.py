@@ -9,8 +9,15 @@ import pytest
 
 from pallas_kernels import gated_delta_rule
 from pallas_kernels._common import hw, tuning
+from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.gated_delta_rule import config_mosaic, reference, tables
+from pallas_kernels.gated_delta_rule import (
+    config_mosaic,
+    entry_gradients,
+    reference,
+    summaries,
+    tables,
+)
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     Config,
@@ -106,6 +113,52 @@ def test_measured_launch_parameters_are_taken(monkeypatch):
     table = {key: {"segments": None, "stages": 3}}
     monkeypatch.setattr(tuning, "lookup", lambda op, key: table.get(key))
     assert config_mosaic.heuristic(sizes) == Config(segments=None, stages=3)
+
+
+def test_measured_segments_divide_the_chunks_of_each_call(monkeypatch):
+    """A bucket of the table has rows of several lengths."""
+    monkeypatch.setattr(tuning, "lookup", lambda op, key: {"segments": 8})
+    for chunks, segments in ((1, 1), (5, 5), (6, 6), (8, 8), (12, 6), (127, 1)):
+        config = config_mosaic.heuristic(shapes(1, chunks * CHUNK, 2))
+        assert config == Config(segments=segments)
+    tokens = jax.ShapeDtypeStruct((1, CHUNK, 1, 128), jnp.bfloat16)
+    gates = jax.ShapeDtypeStruct((1, CHUNK, 1), jnp.float32)
+    with hw.assume():
+        o, _ = jax.eval_shape(gated_delta_rule, tokens, tokens, tokens, gates, gates)
+    assert o.shape == tokens.shape
+
+
+def test_passes_over_the_state_run_kernels_only_if_named():
+    keys = jax.ShapeDtypeStruct((1, CHUNK, 1, 128), jnp.bfloat16)
+    gates = jax.ShapeDtypeStruct((1, CHUNK, 1), jnp.float32)
+    is_first = jax.ShapeDtypeStruct((1, CHUNK), jnp.bool_)
+    passes = {
+        "summaries": (summaries, (keys, keys, gates, gates)),
+        "entry_gradients": (
+            functools.partial(entry_gradients, scale=1.0),
+            (keys, keys, gates, gates, keys),
+        ),
+    }
+    for name, (run, args) in passes.items():
+        for asked, taken in ((None, "xla"), ("xla", "xla"), ("mosaic", "mosaic")):
+            fn = functools.partial(run, implementation=asked)
+            with hw.assume(), recorded_choices() as choices:
+                jax.eval_shape(
+                    lambda *x, fn=fn: fn(*x[:-1], is_first=x[-1]), *args, is_first
+                )
+            assert [x.implementation for x in choices] == [taken]
+            assert choices[0].op == f"gated_delta_rule.{name}"
+        with pytest.raises(ValueError, match="'reference' is unknown"):
+            run(*args, is_first=is_first, implementation="reference")
+        with pytest.raises(NotImplementedError, match="Hopper"):
+            run(*args, is_first=is_first, implementation="mosaic")
+        with pytest.raises(ValueError, match="chunk_size is 8,"):
+            run(*args, is_first=is_first, chunk_size=8)
+        with pytest.raises(ValueError, match="is_first has dtype bfloat16"):
+            run(*args, is_first=is_first.update(dtype=jnp.bfloat16))
+        wrong = [x if x is keys else x.update(shape=(1, CHUNK, 3)) for x in args]
+        with pytest.raises(ValueError, match="g has shape"):
+            run(*wrong, is_first=is_first)
 
 
 def test_limits_are_named():
