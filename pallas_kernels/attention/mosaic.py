@@ -32,6 +32,16 @@ def _pad(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
 
 
+def pad_queries(plan: Plan, x: jax.Array) -> jax.Array:
+    """Zeros at the end of axis 1 of [B, T, ...], to whole blocks of queries."""
+    return _pad(x, plan.q_blocks * plan.config.block_q)
+
+
+def pad_keys(plan: Plan, x: jax.Array) -> jax.Array:
+    """Zeros at the end of axis 1 of [B, S, ...], to whole blocks and steps."""
+    return _pad(x, padded_length(plan.config, x.shape[1]))
+
+
 def _natural(lse: jax.Array) -> jax.Array:
     """Base 2 and `NOTHING`, [B, H, T], to base e and -inf, [B, T, H]."""
     lse = jnp.where(lse == NOTHING, -jnp.inf, lse / LOG2_E)
@@ -39,7 +49,7 @@ def _natural(lse: jax.Array) -> jax.Array:
 
 
 def forward_inputs(q, k, v, sinks, bounds: TileBounds) -> dict[str, jax.Array]:
-    """What `attention_fwd` reads, padded to whole blocks and steps."""
+    """What `attention_fwd` reads; q, k and v by `pad_queries` and `pad_keys`."""
     inputs = {
         "q": q,
         "k": k,
@@ -54,7 +64,10 @@ def forward_inputs(q, k, v, sinks, bounds: TileBounds) -> dict[str, jax.Array]:
 def backward_inputs(
     q, k, v, o, lse, do, d_lse, bounds: TileBounds
 ) -> dict[str, jax.Array]:
-    """What both backward kernels read, without the table of their blocks."""
+    """What both backward kernels read, without the table of their blocks.
+
+    q, k, v and do are padded as for `forward_inputs`; o and lse are what it gave.
+    """
     delta = jnp.einsum("bthv,bthv->bht", do.astype(jnp.float32), o.astype(jnp.float32))
     if d_lse is not None:
         # The logarithm of the sums has the softmax as its gradient.
@@ -154,14 +167,13 @@ def attention(
     Returns:
       o [B, T, H, V] and the logarithm of the sums, f32[B, T, H].
     """
-    time, length = q.shape[1], k.shape[1]
+    time = q.shape[1]
     plan = plan_of(q, k, scale=scale, logit_cap=logit_cap, bounds=bounds, config=config)
-    padded = padded_length(plan.config, length)
     o, lse = _attention(
         plan,
-        _pad(q, plan.q_blocks * plan.config.block_q),
-        _pad(k, padded),
-        _pad(v, padded),
+        pad_queries(plan, q),
+        pad_keys(plan, k),
+        pad_keys(plan, v),
         None if sinks is None else sinks.astype(jnp.float32),
         bounds,
     )

@@ -84,6 +84,9 @@ def _configs(kernel: str, head_dim: int) -> Iterator[Config]:
 def _call(spec: specs.Spec, kernel: str, config: Config) -> Callable[..., Any]:
     """The kernel as a function of q, k, v, o, lse and do.
 
+    o and lse are the forward kernel's, whose blocks of queries `config` must have; all
+    results are padded.
+
     Raises:
       ValueError: the parameters do not fit.
     """
@@ -98,10 +101,16 @@ def _call(spec: specs.Spec, kernel: str, config: Config) -> Callable[..., Any]:
             bounds=bounds,
             config=config,
         )
+        q, k, v = (
+            mosaic.pad_queries(plan, q),
+            mosaic.pad_keys(plan, k),
+            mosaic.pad_keys(plan, v),
+        )
         if kernel == "fwd":
             return mosaic.attention_fwd(
                 plan, mosaic.forward_inputs(q, k, v, None, bounds)
             )
+        do = mosaic.pad_queries(plan, do)
         inputs = mosaic.backward_inputs(q, k, v, o, lse, do, None, bounds)
         if kernel == "dq":
             return mosaic.attention_dq(plan, inputs | mosaic.by_query(bounds))
