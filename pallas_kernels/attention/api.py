@@ -190,7 +190,8 @@ def attention(
       causal: whether later keys are hidden.
       window: how many places back a query sees, itself included.
       is_prefix: bool[B, S], keys that queries before them see too (prefix language
-        models); "mosaic" has them at the start of their document only.
+        models); "mosaic" has them at the start of their document only, and gives
+        NaN for a row where they are elsewhere.
       sinks: f32[H], a logit per head that takes weight and gives no value (gpt-oss).
       logit_cap: c in c tanh(logit / c).
       scale: factor on the logits, K ** -0.5 if `None`.
@@ -201,8 +202,8 @@ def attention(
 
     Returns:
       [B, T, H, V] of q's dtype, exactly 0 for a query that sees nothing. The softmax
-      is f32. A row of segment ids that "mosaic" cannot run (see `tile_bounds`) is NaN
-      there.
+      is f32. A row of segment ids or prefixes that "mosaic" cannot run (see
+      `tile_bounds`) is NaN there.
 
     Raises:
       ValueError: a shape, dtype or option is not allowed.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 # The length of a tile in the inner direction of both tables; kernels visit multiples.
 TILE = 64
-# Both ends of all intervals of a row whose documents are no runs: o is NaN there.
+# Both ends of all intervals of a row that intervals cannot say: o is NaN there.
 INVALID = -1
 
 
@@ -80,26 +80,44 @@ def _runs(
       start and stop, i32[B, T]; bool[B], false where ids descend or a document is
       interrupted by padding.
     """
+    # Padding has the id of the document that it follows.
     before = jax.lax.cummax(kv_ids, axis=1)
-    # Padding sorts behind the document that it follows.
-    keys = 2 * before + (kv_ids == 0).astype(jnp.int32)
-    valid = jnp.all((kv_ids == 0) | (kv_ids == before), axis=1)
-    valid &= jnp.all(keys[:, 1:] >= keys[:, :-1], axis=1)
+    is_key = kv_ids != 0
+    valid = jnp.all(~is_key | (kv_ids == before), axis=1)
+    resumed = is_key[:, 1:] & ~is_key[:, :-1] & (before[:, 1:] == before[:, :-1])
+    valid &= ~jnp.any(resumed, axis=1)
 
     def search(side):
         find = functools.partial(jnp.searchsorted, side=side, method="scan_unrolled")
-        return jax.vmap(find)(keys, 2 * q_ids).astype(jnp.int32)
+        return jax.vmap(find)(before, q_ids).astype(jnp.int32)
 
-    start, stop = search("left"), search("right")
+    start = search("left")
+    stop = _after(is_key, start, search("right"))
     return start, jnp.where(q_ids == 0, start, stop), valid
 
 
-def _prefix_stops(is_prefix: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """One past the last prefix token of each query's document, i32[B, T]."""
-    counts = jnp.cumsum(is_prefix.astype(jnp.int32), axis=1)
+def _after(first: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """One past the last marked key in [start, stop), if marked ones come first.
+
+    Args:
+      first: bool[B, S], the marks.
+      start, stop: i32[B, T].
+
+    Returns:
+      i32[B, T], `start` where none is marked.
+    """
+    counts = jnp.cumsum(first.astype(jnp.int32), axis=1)
     counts = jnp.pad(counts, ((0, 0), (1, 0)))  # [B, S + 1]
     inside = jnp.take_along_axis(counts, stop, axis=1)
     return start + inside - jnp.take_along_axis(counts, start, axis=1)
+
+
+def _prefixes_are_first(is_prefix: jax.Array, kv_ids: jax.Array | None) -> jax.Array:
+    """bool[B], false where a prefix token follows another one of its document."""
+    late = is_prefix[:, 1:] & ~is_prefix[:, :-1]
+    if kv_ids is not None:
+        late &= (kv_ids[:, 1:] == kv_ids[:, :-1]) & (kv_ids[:, 1:] != 0)
+    return ~jnp.any(late, axis=1)
 
 
 def key_intervals(
@@ -116,7 +134,8 @@ def key_intervals(
     """The keys that each query sees; arguments as for `tile_bounds`.
 
     Returns:
-      start and stop, i32[B, T]; equal for a query that sees nothing.
+      start and stop, i32[B, T]; equal for a query that sees nothing, `INVALID` in
+      rows whose documents are no runs or whose prefixes are not at their start.
     """
     index = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], (batch, time))
     start, stop = jnp.zeros_like(index), jnp.full_like(index, length)
@@ -128,7 +147,9 @@ def key_intervals(
     if causal:
         last = index + 1
         if is_prefix is not None:
-            last = jnp.maximum(last, _prefix_stops(is_prefix, start, stop))
+            last = jnp.maximum(last, _after(is_prefix, start, stop))
+            first = _prefixes_are_first(is_prefix, kv_segment_ids)
+            valid = first if valid is None else valid & first
         stop = jnp.minimum(stop, last)
     if window is not None:
         start = jnp.maximum(start, index - (window - 1))
@@ -222,7 +243,7 @@ def tile_bounds(
         descend, 0 aside; another row gives NaN.
       causal, window: as for `attention`, by index.
       is_prefix: bool[B, S] as for `attention`; the prefix of a document is at its
-        start.
+        start, another row gives NaN.
       block_q, block_kv: what `attention.tiling` says for the head dim.
 
     Returns:

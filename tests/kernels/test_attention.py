@@ -75,35 +75,45 @@ def by_hand(q, k, v, options):
     return o
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_equals_float64(name, implementation):
-    q, k, v = qkv()
-    op = functools.partial(attention, implementation=implementation)
-    got = jit(functools.partial(op, **keywords(OPTIONS[name])))(q, k, v)
-    assert_close(got, by_hand(q, k, v, OPTIONS[name]), rel=1e-6)
-    if OPTIONS[name].get("segments"):
-        assert not np.any(np.asarray(got)[SEGMENTS == 0])
+def test_equals_float64():
+    names = [(name, i) for name in OPTIONS for i in ("reference", "xla")]
+
+    @jit
+    def run(q, k, v):
+        return [
+            attention(q, k, v, implementation=i, **keywords(OPTIONS[name]))
+            for name, i in names
+        ]
+
+    want = {name: by_hand(*qkv(), options) for name, options in OPTIONS.items()}
+    for (name, implementation), got in zip(names, run(*qkv()), strict=True):
+        assert_close(got, want[name], rel=1e-6, name=f"{name} {implementation}")
+        if OPTIONS[name].get("segments"):
+            assert not np.any(np.asarray(got)[SEGMENTS == 0]), (name, implementation)
 
 
-@pytest.mark.parametrize("name", ["window", "all", "full_segments"])
-def test_blocks_equal_the_whole_with_all_gradients(name, monkeypatch):
+def test_blocks_equal_the_whole_with_all_gradients(monkeypatch):
     """Blocks of 8 of 21 queries: whole, partial, and with keys left out below."""
     monkeypatch.setattr(api, "heuristic", lambda **_: Config(block=8))
-    options = keywords(OPTIONS[name])
-    sinks = options.pop("sinks", None)
 
-    def results(implementation):
-        def both(q, k, v, sinks):
-            op = functools.partial(attention, implementation=implementation, **options)
-            o, pull = jax.vjp(lambda *a: op(*a[:3], sinks=a[3]), q, k, v, sinks)
-            return o, pull(jnp.cos(o))
+    def results(q, k, v, name, implementation):
+        options = keywords(OPTIONS[name])
+        sinks = options.pop("sinks", None)
+        op = functools.partial(attention, implementation=implementation, **options)
+        o, pull = jax.vjp(lambda *a: op(*a[:3], sinks=a[3]), q, k, v, sinks)
+        return jax.tree.leaves((o, pull(jnp.cos(o))))
 
-        return jax.tree.leaves(jit(both)(*qkv(), sinks))
+    @jit
+    def run(q, k, v):
+        return {
+            name: [results(q, k, v, name, i) for i in ("xla", "reference")]
+            for name in ("window", "all", "full_segments")
+        }
 
-    for a, b in zip(results("xla"), results("reference"), strict=True):
-        assert np.isfinite(a).all()
-        assert_close(a, b)
+    for name, pair in run(*qkv()).items():
+        for a, b in zip(*pair, strict=True):
+            assert np.isfinite(a).all()
+            assert_close(a, b, name=name)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -213,25 +223,28 @@ def test_causal_blocks_skip_later_keys():
     assert flops(causal=True, window=8) < 0.3 * full
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_lowers_for_cuda(backward):
+def test_lowers_for_cuda():
     spec = next(specs.specs("perf"))
     shapes = jax.eval_shape(spec.arguments, jax.random.key(0))
     op = functools.partial(attention, implementation="xla")
-    run = jax.jit(specs.run(spec, op, backward))
+    run = jax.jit(specs.run(spec, op, backward=True))
     run.trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("spec", list(specs.specs("ci")), ids=lambda spec: spec.name)
 def test_specs_run_and_agree(spec):
-    args = jit(spec.arguments)(jax.random.key(0))
-    exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
     ops = [functools.partial(attention, implementation=i) for i in ("xla", "reference")]
-    got, want = (
-        jit(specs.run(spec, op, backward=True))(*a)
-        for op, a in zip(ops, (args, exact), strict=True)
-    )
-    for a, b in zip(got, want, strict=True):
+
+    @jit
+    def both(args):
+        exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
+        return [
+            specs.run(spec, op, backward=True)(*a)
+            for op, a in zip(ops, (args, exact), strict=True)
+        ]
+
+    args = jit(spec.arguments)(jax.random.key(0))
+    for a, b in zip(*both(args), strict=True):
         assert_close(a, b, rel=8e-3 if spec.dtype == "bfloat16" else None)
 
 

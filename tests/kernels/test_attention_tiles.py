@@ -9,24 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.attention import tile_bounds
-from pallas_kernels.attention.tiles import INVALID, TILE
+from pallas_kernels.attention.tiles import INVALID, TILE, key_intervals
 
 
 TIME = 300
 MOST = 6  # documents
-MASKS = {
-    "causal": {"causal": True, "window": None},
-    "window": {"causal": True, "window": 70},
-    "window_one": {"causal": True, "window": 1},
-    "full": {"causal": False, "window": None},
-    "full_window": {"causal": False, "window": 100},
-}
+# causal, window, block_q, block_kv, and whether there are prefixes
+MASKS = (
+    (True, None, 64, 128, True),
+    (True, 70, 128, 128, True),
+    (True, 1, 192, 64, False),
+    (False, None, 128, 128, False),
+    (False, 100, 64, 64, False),
+)
 
 
-@functools.cache
-def compiled(name, block_q, block_kv, prefix):
-    def run(ids, is_prefix):
-        return tile_bounds(
+@jax.jit
+def all_bounds(ids, is_prefix):
+    """The bounds of each of `MASKS`; one program, whose masks share their searches."""
+    return [
+        tile_bounds(
             batch=ids.shape[0],
             time=TIME,
             q_segment_ids=ids,
@@ -34,10 +36,11 @@ def compiled(name, block_q, block_kv, prefix):
             is_prefix=is_prefix if prefix else None,
             block_q=block_q,
             block_kv=block_kv,
-            **MASKS[name],
+            causal=causal,
+            window=window,
         )
-
-    return jax.jit(run)
+        for causal, window, block_q, block_kv, prefix in MASKS
+    ]
 
 
 def allowed(ids, is_prefix, *, causal, window):
@@ -104,52 +107,77 @@ def rows(draw):
     return ids, is_prefix & (ids != 0)
 
 
-@pytest.mark.parametrize(
-    "name, block_q, block_kv, prefix",
-    [
-        ("causal", 64, 128, True),
-        ("window", 128, 128, True),
-        ("window_one", 192, 64, False),
-        ("full", 128, 128, False),
-        ("full_window", 64, 64, False),
-    ],
-)
-def test_bounds_are_those_of_the_whole_mask(name, block_q, block_kv, prefix):
-    run = compiled(name, block_q, block_kv, prefix)
-
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
-    @given(rows())
-    def equal(row):
-        ids, is_prefix = row
-        if not prefix:
-            is_prefix = np.zeros_like(is_prefix)
-        bounds = run(ids, is_prefix)
-        check(bounds, allowed(ids, is_prefix, **MASKS[name]), block_q, block_kv)
-
-    equal()
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(rows())
+def test_bounds_are_those_of_the_whole_mask(row):
+    ids, is_prefix = row
+    for options, bounds in zip(MASKS, all_bounds(ids, is_prefix), strict=True):
+        causal, window, block_q, block_kv, prefix = options
+        marked = is_prefix if prefix else np.zeros_like(is_prefix)
+        mask = allowed(ids, marked, causal=causal, window=window)
+        check(bounds, mask, block_q, block_kv)
 
 
 def test_queries_and_keys_may_have_their_own_rows():
-    q_ids = np.array([[1] * 30 + [3] * 40 + [0] * 10, [2] * 80])
-    kv_ids = np.array([[1] * 100 + [2] * 20 + [3] * 30, [0] * 5 + [1] * 145])
-    sizes = {"batch": 2, "time": 80, "length": 150}
-    run = jax.jit(functools.partial(tile_bounds, **sizes, causal=False))
-    bounds = run(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-    start, stop = (np.asarray(x)[:, :80] for x in (bounds.key_start, bounds.key_stop))
+    """And any ids, the largest of i32 among them."""
+    two, three = 2**30, 2**31 - 1
+    q_ids = np.array([[1] * 30 + [three] * 40 + [0] * 10, [two] * 80], np.int32)
+    kv_ids = np.array(
+        [[1] * 95 + [0] * 5 + [two] * 20 + [three] * 28 + [0] * 2, [0] * 5 + [1] * 145],
+        np.int32,
+    )
+    run = functools.partial(
+        key_intervals,
+        batch=2,
+        time=80,
+        length=150,
+        causal=False,
+        window=None,
+        is_prefix=None,
+    )
+    start, stop = jax.jit(run)(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    start, stop = np.asarray(start), np.asarray(stop)
     seen = (np.arange(150) >= start[..., None]) & (np.arange(150) < stop[..., None])
     want = (q_ids[:, :, None] == kv_ids[:, None]) & (q_ids > 0)[:, :, None]
     np.testing.assert_array_equal(seen, want)
-    assert not np.asarray(bounds.q_tiles)[1].any()
 
 
-def test_rows_that_are_no_runs_are_marked():
-    ids = np.array([[2, 2, 1, 1], [1, 2, 1, 2], [1, 0, 1, 1], [1, 1, 0, 2]])
-    run = jax.jit(functools.partial(tile_bounds, batch=4, time=4))
-    bounds = run(q_segment_ids=ids, kv_segment_ids=ids)
-    start = np.asarray(bounds.key_start)
-    assert (start[:3, :4] == INVALID).all()
-    assert (start[3] != INVALID).all()
-    assert not np.asarray(bounds.q_tiles)[:3].any()
+def test_rows_that_intervals_cannot_say_are_marked():
+    """Documents that are no runs, and prefixes that are not at their start."""
+    four = [
+        *([2, 2, 1, 1], [1, 2, 1, 2], [1, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]),
+        *([1, 1, 0, 2], [1, 1, 2, 2], [1, 0, 0, 2]),
+    ]
+    ids = np.zeros((8, TIME), np.int32)
+    ids[:, :4] = four
+    is_prefix = np.zeros((8, TIME), bool)
+    is_prefix[3, 1:4] = is_prefix[4, 2] = True
+    # At the starts of two documents, and padding, which has none.
+    is_prefix[6, [0, 2]] = is_prefix[7, [2, 3]] = True
+    for row in range(8):
+        for options, bounds in zip(
+            MASKS, all_bounds(ids[row, None], is_prefix[row, None]), strict=True
+        ):
+            marked = np.asarray(bounds.key_start)[0, :TIME] == INVALID
+            has_prefix = options[-1]
+            assert marked.all() if row < (5 if has_prefix else 3) else not marked.any()
+            assert not (marked.any() and np.asarray(bounds.q_tiles).any())
+
+    # A row of one document, without ids.
+    run = functools.partial(
+        key_intervals,
+        batch=8,
+        time=TIME,
+        length=TIME,
+        q_segment_ids=None,
+        kv_segment_ids=None,
+        causal=True,
+        window=None,
+    )
+    start, _ = jax.jit(run)(is_prefix=is_prefix)
+    np.testing.assert_array_equal(
+        (np.asarray(start) == INVALID).all(axis=1), [0, 0, 0, 1, 1, 0, 1, 1]
+    )
 
 
 def test_limits_are_named():
