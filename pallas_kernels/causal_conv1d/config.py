@@ -12,6 +12,7 @@ from pallas_kernels.causal_conv1d.tables import MAX_REACH
 
 
 WARPGROUP = 128  # threads
+BARRIER_BYTES = 1024  # 8 for each slot of the largest ring, 8 warpgroups * 16 stages
 LINE = 256  # channels; an edge of what one tensor copy moves is no longer
 
 WIDTHS = (2, 3, 4)
@@ -62,9 +63,11 @@ class Config:
             )
 
     def ring_bytes(self, inputs: int, dtype: Any) -> int:
-        """Shared memory of a block that reads `inputs` tensors."""
+        """Shared memory of a block that reads `inputs` tensors, with its barriers."""
+        if not self.stages:
+            return 0
         tile = self.rows * self.channels * jnp.dtype(dtype).itemsize
-        return inputs * self.warpgroups * self.stages * tile
+        return inputs * self.warpgroups * self.stages * tile + BARRIER_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

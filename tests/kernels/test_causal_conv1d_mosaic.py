@@ -99,14 +99,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_those_of_the_reference(tiled, case):
+def test_results_and_gradients_are_those_of_the_shifted_sums(tiled, case):
+    """Which equal the reference; their gradients compile faster."""
     tiling, shape, dtype, options = CASES[case]
     tiled(tiling)
     args = inputs(*shape, dtype=dtype)
     with interpreted():
-        got = jit(gradients("mosaic", **options))(*args)
+        step = jit(gradients("mosaic", **options))
+        got = step(*args)
+        if shape[1] < shape[3]:  # the cheapest
+            for a, b in zip(got, step(*args), strict=True):
+                np.testing.assert_array_equal(a, b)
     exact = tuple(a.astype(jnp.float32) for a in args)
-    want = jit(gradients("reference", **options))(*exact)
+    want = jit(gradients("xla", **options))(*exact)
     for name, a, b in zip(NAMES, got, want, strict=True):
         assert_close(a, b, name=name)
 
@@ -181,10 +186,7 @@ def test_a_document_of_nans_leaves_the_others_alone(rows):
     x[:], dy[:], d_state[:] = x[:1], dy[:1], 0
     for i in range(len(LENGTHS)):
         x[1 + i, document(i)] = dy[1 + i, document(i)] = np.nan
-    args = (first, np.ones_like(first), x, dy, state, d_state)
-    results = rows(*args)
-    for a, b in zip(results, rows(*args), strict=True):
-        np.testing.assert_array_equal(a, b)
+    results = rows(first, np.ones_like(first), x, dy, state, d_state)
     for result in (results[0], results[2]):
         for i in range(len(LENGTHS)):
             bad = np.arange(TIME)[document(i)]
@@ -266,8 +268,8 @@ def lowered(spec):
     return all(f"pk_causal_conv1d_{way}" in text for way in ("fwd", "bwd"))
 
 
-# The longest row, one with a bias, and one token.
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron3_mamba", "qwen3_next_decode"])
+# The longest row and one token; a bias is below.
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next_decode"])
 def test_lowers_for_the_card_as_the_heuristic_tiles_it(name):
     assert lowered(next(s for s in specs.specs("perf") if s.name == name))
 
@@ -283,6 +285,15 @@ def test_lowers_with_every_way_to_move_tokens(tiled, tiling):
     tiled(tiling)
     spec = next(specs.specs("perf"))
     assert lowered(dataclasses.replace(spec, time=8191, bias=True, width=3))
+
+
+def test_shared_memory_holds_the_ring_and_its_barriers():
+    most = Config(time=4, channels=256, rows=1, stages=16, warpgroups=8)
+    for inputs_read in (1, 2):
+        slots = inputs_read * most.stages * most.warpgroups
+        rest = most.ring_bytes(inputs_read, jnp.bfloat16) - slots * 256 * 2
+        assert rest >= 8 * most.stages * most.warpgroups
+    assert PLAIN.ring_bytes(1, jnp.bfloat16) == 0
 
 
 def test_every_candidate_fits_the_card():
