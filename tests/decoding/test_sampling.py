@@ -1,5 +1,7 @@
 """The filters keep exactly the set they promise, and draws follow the logits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,13 @@ from hypothesis import strategies as st
 from jaxaccel.decoding.sampling import SamplingConfig, filter_logits, sample
 
 
+filtered = jax.jit(filter_logits, static_argnums=1)
+drawn_by = jax.jit(sample, static_argnums=2)
+
+
 def kept_tokens(logits, **options):
     """Token ids that a filter leaves, one set a row."""
-    kept, tokens = filter_logits(
-        jnp.asarray(logits, jnp.float32), SamplingConfig(**options)
-    )
+    kept, tokens = filtered(np.asarray(logits, np.float32), SamplingConfig(**options))
     kept = np.asarray(kept)
     if tokens is None:
         tokens = np.broadcast_to(np.arange(kept.shape[1]), kept.shape)
@@ -81,17 +85,27 @@ def test_top_p_agrees_with_a_plain_loop(values, top_p):
     assert kept_tokens(logits[None], top_p=top_p) == [expected]
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-38, 1e-30])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}])
-def test_a_tiny_temperature_draws_the_likeliest(temperature, options):
-    logits = jnp.asarray([[90.0, 100.0, -jnp.inf, -80.0], [-7.0, -6.0, -5.0, -5.0]])
-    config = SamplingConfig(temperature=temperature, **options)
-    kept = np.asarray(filter_logits(logits, config)[0])
-    assert (kept.max(-1) == 0).all()
-    assert not np.isnan(kept).any()
-    drawn = [sample(logits, jax.random.key(seed), config) for seed in range(8)]
-    assert {int(row[0]) for row in drawn} == {1}
-    assert {int(row[1]) for row in drawn} <= {2, 3}
+def test_a_tiny_temperature_draws_the_likeliest(options):
+    logits = np.asarray(
+        [[90.0, 100.0, -np.inf, -80.0], [-7.0, -6.0, -5.0, -5.0]], np.float32
+    )
+
+    @jax.jit
+    def all_temperatures(logits, keys):
+        results = []
+        for temperature in (1e-300, 1e-40, 1e-38, 1e-30):
+            config = SamplingConfig(temperature=temperature, **options)
+            draw = functools.partial(sample, logits, config=config)
+            results.append((filter_logits(logits, config)[0], jax.vmap(draw)(keys)))
+        return results
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    for kept, drawn in all_temperatures(logits, keys):
+        assert (np.asarray(kept).max(-1) == 0).all()
+        assert not np.isnan(kept).any()
+        assert set(np.asarray(drawn)[:, 0].tolist()) == {1}
+        assert set(np.asarray(drawn)[:, 1].tolist()) <= {2, 3}
 
 
 def test_a_huge_temperature_draws_what_is_allowed():
@@ -115,7 +129,7 @@ def test_greedy_ignores_key_and_filters():
 def test_draws_follow_the_distribution(options):
     probs = jnp.asarray([0.5, 0.3, 0.15, 0.05])
     logits = jnp.broadcast_to(jnp.log(probs)[None], (20_000, 4))
-    tokens = sample(logits, jax.random.key(0), SamplingConfig(**options))
+    tokens = drawn_by(logits, jax.random.key(0), SamplingConfig(**options))
     share = np.bincount(np.asarray(tokens), minlength=4) / 20_000
     np.testing.assert_allclose(share, np.asarray(probs), atol=0.015)
 
@@ -124,8 +138,8 @@ def test_a_row_draws_the_same_alone_and_in_company():
     logits = jax.random.normal(jax.random.key(1), (5, 33))
     keys = jax.random.split(jax.random.key(2), 5)
     config = SamplingConfig(top_k=20, top_p=0.95, min_p=0.01)
-    together = sample(logits, keys, config)
-    alone = [sample(logits[i : i + 1], keys[i : i + 1], config)[0] for i in range(5)]
+    together = drawn_by(logits, keys, config)
+    alone = [drawn_by(logits[i : i + 1], keys[i : i + 1], config)[0] for i in range(5)]
     assert together.tolist() == [int(t) for t in alone]
 
 
