@@ -41,10 +41,8 @@ def test_shifted_sums_equal_the_loop_with_all_gradients(name):
     ops = [
         functools.partial(causal_conv1d, implementation=i) for i in ("xla", "reference")
     ]
-    got, want = (
-        jit(specs.run(spec, op, backward=True))(*a)
-        for op, a in zip(ops, (args, exact), strict=True)
-    )
+    steps = [specs.run(spec, op, backward=True) for op in ops]
+    got, want = jit(lambda a, b: (steps[0](*a), steps[1](*b)))(args, exact)
     for label, a, b in zip(NAMES, got, want, strict=True):
         assert_close(a, b, name=label)
 
@@ -119,9 +117,8 @@ def test_a_document_of_padding_alone_leaves_zeros():
     x, weight = inputs(4)
     first, real = (np.arange(4) == 2)[None], (np.arange(4) < 2)[None]
     for implementation in ("reference", "xla"):
-        _, state = causal_conv1d(
-            x, weight, is_first=first, is_real=real, implementation=implementation
-        )
+        op = jit(functools.partial(causal_conv1d, implementation=implementation))
+        _, state = op(x, weight, is_first=first, is_real=real)
         assert not np.any(state)
 
 
