@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from jaxaccel.decoding import speculative
-from jaxaccel.decoding.generate import generate
 from jaxaccel.decoding.sampling import SamplingConfig, probabilities
 from jaxaccel.decoding.speculative import generate_speculative, judge
 from jaxaccel.decoding.verify import commit, verify
@@ -30,11 +29,38 @@ def model(random_model):
     return random_model(config.decoder(), 1)
 
 
+TEXTS, WIDTH = FEW**3, 20
+
+
 @pytest.fixture(scope="module")
-def plain(model):
-    return generate(
-        model, PROMPTS, max_new_tokens=NEW, sampling=GREEDY, vocab_limit=FEW
-    )
+def logits_of(model):
+    """Whole forwards: texts -> f32[len(texts), WIDTH, FEW], one program for all."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, tokens, segments):
+        return nnx.merge(graphdef, state)(tokens, segments).logits
+
+    def call(texts):
+        tokens = np.zeros((TEXTS, WIDTH), np.int32)
+        segments = np.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+            segments[row, : len(text)] = 1
+        return np.asarray(forward(state, tokens, segments))[: len(texts), :, :FEW]
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def plain(logits_of):
+    """What plain greedy decoding draws; `generate` does, by its own test."""
+    texts = [list(prompt) for prompt in PROMPTS]
+    for _ in range(NEW):
+        logits = logits_of(texts)
+        for row, text in enumerate(texts):
+            text.append(int(logits[row, len(text) - 1].argmax()))
+    return [text[-NEW:] for text in texts]
 
 
 def test_greedy_tokens_are_those_of_plain_decoding(model, plain):
@@ -90,7 +116,7 @@ def test_a_row_does_not_depend_on_the_others(model):
     assert len(set(map(tuple, rows))) > ROWS // 2
 
 
-def test_sampled_tokens_have_the_distribution_of_plain_decoding(model):
+def test_sampled_tokens_have_the_distribution_of_plain_decoding(model, logits_of):
     prompt, length, calls = [5, 3, 8], 3, 24
     config, rows = SAMPLED["sampling"], calls * ROWS
     drawn = []
@@ -104,14 +130,9 @@ def test_sampled_tokens_have_the_distribution_of_plain_decoding(model):
     texts = np.stack(np.meshgrid(*[range(FEW)] * length, indexing="ij"), axis=-1)
     texts = texts.reshape(-1, length)
     inputs = np.concatenate([np.tile(prompt, (len(texts), 1)), texts], axis=1)
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def forward(state, tokens):
-        return nnx.merge(graphdef, state)(tokens).logits[:, len(prompt) - 1 : -1]
-
-    logits = forward(state, jnp.asarray(inputs, jnp.int32))[..., :FEW]
-    chances = probabilities(logits.reshape(-1, FEW), config).reshape(-1, length, FEW)
+    logits = logits_of(inputs)[:, len(prompt) - 1 : inputs.shape[1] - 1]
+    chances = jax.jit(probabilities, static_argnums=1)(logits.reshape(-1, FEW), config)
+    chances = chances.reshape(-1, length, FEW)
     chance = np.take_along_axis(np.asarray(chances), texts[..., None], axis=-1)
     chance = chance[..., 0].prod(axis=1)
     assert chance.sum() == pytest.approx(1.0, abs=1e-5)
