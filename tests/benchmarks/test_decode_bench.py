@@ -1,6 +1,7 @@
 """The decode waterfall tells no speed of another model, and no speed by accident."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -133,7 +134,12 @@ def test_what_a_cpu_lacks_is_said_and_not_timed(rows):
 
 def shapes_of(config):
     """Weights without values."""
-    decoder = config.model.decoder()
+    return shapes_of_model(config.model)
+
+
+@functools.cache
+def shapes_of_model(config):
+    decoder = config.decoder()
     model = nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0)))
     return decode_programs.Weights(config=decoder, state=nnx.split(model)[1])
 
@@ -152,6 +158,8 @@ def measured(monkeypatch, config, tokens, best=1.0, **about):
     drawn = np.asarray([tokens], np.int32)
     monkeypatch.setattr(decode, "ceilings", lambda: Ceilings(gbps=1.0, tflops=0.0))
     monkeypatch.setattr(decode.Weights, "random", shapes_of)
+    moved = decode.Traffic(weights=1, state=1, kv=1)
+    monkeypatch.setattr(decode, "traffic", lambda *_: moved)
     monkeypatch.setattr(decode, "refusals", lambda config: {})
     monkeypatch.setattr(decode, "reference_tokens", lambda *_: reference)
     monkeypatch.setattr(decode, "build", lambda *_: launch(drawn, **about))

@@ -320,7 +320,9 @@ def kinds(state):
     return {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim}
 
 
-def started(on_host):
+@functools.cache
+def programs(on_host):
+    """The jitted start and step, and the shardings of the state."""
     run, mesh = toy(on_host), make_mesh(MeshConfig())
     shardings = state_shardings(run.state, mesh, run.config)
     step = jax.jit(
@@ -329,13 +331,14 @@ def started(on_host):
         in_shardings=(shardings, None),
         out_shardings=(shardings, None),
     )
-    return jax.jit(run.init, out_shardings=shardings)(), step, shardings
+    return jax.jit(run.init, out_shardings=shardings), step, shardings
 
 
 def test_the_optimizer_state_stays_on_the_host(tmp_path):
     ends, batch = [], ragged_batch(4, 12)
     for on_host in (False, True):
-        state, step, shardings = started(on_host)
+        start, step, shardings = programs(on_host)
+        state = start()
         first = jax.tree.leaves(state.opt_state)
         for _ in range(2):
             state, _ = step(state, batch)
@@ -363,7 +366,8 @@ def test_the_optimizer_state_stays_on_the_host(tmp_path):
 
 
 def test_the_optimizer_state_is_copied_both_ways_on_a_gpu():
-    state, step, _ = started(True)
+    _, step, _ = programs(True)
+    state = toy(True).state
     traced = step.trace(state, ragged_batch(4, 12))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     arrays = sum(1 for x in jax.tree.leaves(state.opt_state) if x.ndim)
