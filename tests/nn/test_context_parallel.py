@@ -1,6 +1,7 @@
 """Time sharded over devices equals one device: results and every gradient."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxaccel.nn import context_parallel
 from jaxaccel.nn.context_parallel import TimeSharding
 from pallas_kernels import causal_conv1d, gated_delta_rule
 from pallas_kernels._common import hw
+from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.testing import assert_close
 
 
@@ -57,11 +59,14 @@ def tokens():
     return q, k, v, g, beta, state
 
 
-def with_gradients(rule, args, is_first):
-    """o, final state and the six gradients."""
-    rng = np.random.default_rng(1)
-    do = rng.standard_normal((B, T, HV, V), np.float32)
-    d_state = rng.standard_normal((B, HV, V, K), np.float32)
+@functools.cache
+def compiled(*grid):
+    """The rule on a grid of devices, on one without: o, state and six gradients."""
+    rule = gated_delta_rule
+    if grid:
+        rule = functools.partial(
+            context_parallel.gated_delta_rule, sharding=make_sharding(*grid)
+        )
 
     @jax.jit
     def run(args, is_first, cotangents):
@@ -78,45 +83,56 @@ def with_gradients(rule, args, is_first):
         out, pullback = jax.vjp(op, *args)
         return *out, *pullback(cotangents)
 
-    return run(args, is_first, (do, d_state))
+    return run
 
 
-@functools.cache
-def on_one_device():
-    return with_gradients(gated_delta_rule, tokens(), DOCUMENTS)
+def cotangents():
+    rng = np.random.default_rng(1)
+    do = rng.standard_normal((B, T, HV, V), np.float32)
+    return do, rng.standard_normal((B, HV, V, K), np.float32)
 
 
-@pytest.mark.parametrize("devices, rows, heads", [(4, 1, 1), (2, 2, 2)])
-def test_the_rule_equals_one_device_with_all_gradients(devices, rows, heads):
-    sharding = make_sharding(devices, rows, heads)
-    rule = functools.partial(context_parallel.gated_delta_rule, sharding=sharding)
-    got = with_gradients(rule, tokens(), DOCUMENTS)
-    for name, a, b in zip(NAMES, got, on_one_device(), strict=True):
+@pytest.mark.parametrize("grid", [(4, 1, 1), (2, 2, 2)])
+def test_the_rule_equals_one_device_with_all_gradients(grid):
+    got = compiled(*grid)(tokens(), DOCUMENTS, cotangents())
+    want = compiled()(tokens(), DOCUMENTS, cotangents())
+    for name, a, b in zip(NAMES, got, want, strict=True):
         assert_close(a, b, rel=1e-5, name=name)
 
 
 def test_a_document_sees_nothing_of_what_other_devices_have_before_it():
     """Bits do not change when everything before a border does."""
-    sharding = make_sharding(4)
     is_first = first((0, 48), (1, 48))
-    rule = jax.jit(
-        functools.partial(
-            context_parallel.gated_delta_rule,
-            sharding=sharding,
-            is_first=is_first,
-            implementation="xla",
-        )
-    )
-    *args, _ = tokens()
+    run = compiled(4, 1, 1)
+    args = tokens()
     changed = [np.concatenate([-x[:, :48], x[:, 48:]], axis=1) for x in args[:3]]
-    (o, state), (other, last) = rule(*args), rule(*changed, *args[3:])
+    o, state, *_ = run(args, is_first, cotangents())
+    other, last, *_ = run((*changed, *args[3:]), is_first, cotangents())
     np.testing.assert_array_equal(o[:, 48:], other[:, 48:])
     np.testing.assert_array_equal(state, last)
     assert np.any(np.asarray(o[:, :48]) != np.asarray(other[:, :48]))
 
 
-@pytest.mark.parametrize("devices, rows, heads", [(4, 2, 1), (2, 1, 2)])
-def test_the_convolution_equals_one_device_with_all_gradients(devices, rows, heads):
+def test_the_recurrence_may_be_named():
+    """Its passes over the state alone run "xla", and that is what is recorded."""
+    keys, gates = (np.zeros(s, np.float32) for s in ((1, 32, 1, 16), (1, 32, 1)))
+    rule = functools.partial(
+        context_parallel.gated_delta_rule,
+        sharding=make_sharding(2),
+        implementation="reference",
+    )
+    with recorded_choices() as choices:
+        jax.eval_shape(rule, keys, keys, keys, gates, gates)
+    taken = {choice.op: choice.implementation for choice in choices}
+    assert taken == {
+        "gated_delta_rule.summaries": "xla",
+        "gated_delta_rule": "reference",
+    }
+
+
+@functools.cache
+def convolved(*grid):
+    """The convolution on a grid of devices, on one without: y and four gradients."""
     rng = np.random.default_rng(2)
     dim = 6
     x, dy = rng.standard_normal((2, B, T, dim), np.float32)
@@ -124,27 +140,31 @@ def test_the_convolution_equals_one_device_with_all_gradients(devices, rows, hea
     bias = rng.standard_normal((dim,), np.float32)
     state = rng.standard_normal((B, W - 1, dim), np.float32)
 
-    def run(conv):
-        def op(x, weight, bias, state):
-            return conv(
-                x,
-                weight,
-                bias=bias,
-                is_first=DOCUMENTS,
-                initial_state=state,
-                activation="silu",
-                implementation="xla",
-            )
+    def op(x, weight, bias, state):
+        rest: dict[str, Any] = {
+            "bias": bias,
+            "is_first": DOCUMENTS,
+            "initial_state": state,
+            "activation": "silu",
+            "implementation": "xla",
+        }
+        if grid:
+            sharding = make_sharding(*grid)
+            return context_parallel.causal_conv1d(x, weight, sharding=sharding, **rest)
+        return causal_conv1d(x, weight, **rest)[0]
 
+    @jax.jit
+    def run(x, weight, bias, state, dy):
         y, pullback = jax.vjp(op, x, weight, bias, state)
         return y, *pullback(dy)
 
-    sharding = make_sharding(devices, rows, heads)
-    sharded = functools.partial(context_parallel.causal_conv1d, sharding=sharding)
-    got = jax.jit(lambda: run(sharded))()
-    want = jax.jit(lambda: run(lambda *args, **kw: causal_conv1d(*args, **kw)[0]))()
+    return run(x, weight, bias, state, dy)
+
+
+@pytest.mark.parametrize("grid", [(4, 2, 1), (2, 1, 2)])
+def test_the_convolution_equals_one_device_with_all_gradients(grid):
     names = ("y", "dx", "dweight", "dbias", "dinitial")
-    for name, a, b in zip(names, got, want, strict=True):
+    for name, a, b in zip(names, convolved(*grid), convolved(), strict=True):
         assert_close(a, b, rel=1e-6, name=name)
 
 
