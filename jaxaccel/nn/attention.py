@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +224,11 @@ class Attention(nnx.Module):
             }
         else:
             where = {}
+        implementation: Any = self.implementation
+        if cache is not None and implementation == "mosaic":
+            # The kernel compares places by index, not by the positions of a cache:
+            # naming it for whole sequences is no word about these calls.
+            implementation = None
         o = attention(
             q,
             k,
@@ -232,7 +238,7 @@ class Attention(nnx.Module):
             sinks=self.sinks[...] if config.sinks else None,
             logit_cap=config.logit_cap,
             scale=config.scale,
-            implementation=self.implementation,
+            implementation=implementation,
             **where,
         )  # [B, T, H, K]
         o = checkpoint_name(o, "attention_out").reshape(batch, time, -1)

@@ -331,7 +331,7 @@ class GatedDeltaNet(nnx.Module):
         qkv, a, b, z = (p[:, 0] for p in self._projections(x))
         layer = self._layer()
 
-        def decode(pools, slots=None):
+        def decode(pools, slots=None, implementation=self.step_implementation):
             return gated_delta_step(
                 qkv,
                 a,
@@ -343,25 +343,26 @@ class GatedDeltaNet(nnx.Module):
                 slots,
                 is_real=meta.is_real[:, 0] if meta.ids_are_given else None,
                 is_first=meta.is_first[:, 0],
-                implementation=self.step_implementation,
+                implementation=implementation,
             )
 
         if isinstance(cache, RecurrentCache):
             y, conv, state = decode(cache)
             new = RecurrentCache(conv=conv, state=state)
-        elif self._updates_in_place((qkv, a, b, z, layer), cache.pools):
-            y, *pools = decode(cache.pools, cache.slots)
-            new = cache.with_pools(*pools)
         else:
-            y, conv, state = decode(cache.row)
-            new = cache.replace(RecurrentCache(conv=conv, state=state))
+            pools = cache.pools
+            choice = choose(
+                *(qkv, a, b, z, layer, pools.conv, pools.state),
+                implementation=self.step_implementation,
+            )
+            if choice.implementation == "mosaic":
+                # It updates the layer's part where it is.
+                y, *written = decode(pools, cache.slots, choice)
+                new = cache.with_pools(*written)
+            else:
+                y, conv, state = decode(cache.row, implementation=choice)
+                new = cache.replace(RecurrentCache(conv=conv, state=state))
         return self.out_proj(y[:, None]), new
-
-    def _updates_in_place(self, inputs: tuple[Any, ...], pools: RecurrentCache) -> bool:
-        choice = choose(
-            *inputs, pools.conv, pools.state, implementation=self.step_implementation
-        )
-        return choice.implementation == "mosaic"
 
     def verify(
         self,

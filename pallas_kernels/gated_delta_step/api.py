@@ -59,8 +59,12 @@ def choose(
             batch=qkv.shape[0],
             key_heads=layer.key_heads,
             value_heads=state_pool.shape[1],
+            dtype=qkv.dtype,
             state_dtype=state_pool.dtype,
         )
+        group = state_pool.shape[1] // layer.key_heads
+        if reason := config.refusal(group, qkv.dtype, state_pool.dtype):
+            refused["mosaic"] = reason
     return select(
         "gated_delta_step",
         implementation,
@@ -82,7 +86,7 @@ def gated_delta_step(
     *,
     is_real: jax.Array | None = None,
     is_first: jax.Array | None = None,
-    implementation: Implementation | None = None,
+    implementation: Implementation | Choice | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One token of a Gated DeltaNet layer (Yang et al. 2024, arXiv 2412.06464).
 
@@ -100,14 +104,16 @@ def gated_delta_step(
       layer: the layer's small parameters.
       conv_pool: [slots, W - 1, C], the last inputs of the convolution, newest last.
       state_pool: [slots, Hv, V, K], float32 or bfloat16.
-      slots: i32[B], where a row's document is kept; -1 skips the row. No two rows may
-        name one slot: checked in NumPy arrays, undefined otherwise. `None` puts row b
-        at slot b.
+      slots: i32[B], where a row's document is kept; -1 skips the row, and so
+        does any other slot outside the pool, which a NumPy array is refused for. No
+        two rows may name one slot: checked in NumPy arrays, undefined otherwise.
+        `None` puts row b at slot b.
       is_real: bool[B], `False` skips the row as slot -1 does.
       is_first: bool[B], whether the token begins a document: window and state count
         as zero.
-      implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has K = V =
-        128, bfloat16 or float32, and is never picked by itself so far.
+      implementation: "mosaic", "xla", "reference" or `None`; or what `choose` said
+        of such a call. "mosaic" has K = V = 128, bfloat16 or float32, and is never
+        picked by itself so far.
 
     Returns:
       (y [B, Hv * V] of qkv's dtype, the new conv pool, the new state pool). A skipped
@@ -119,9 +125,13 @@ def gated_delta_step(
     """
     _check((qkv, a, b, z), layer, conv_pool, state_pool, slots, time=None)
     _check_masks(qkv.shape[0], is_real=is_real, is_first=is_first)
-    choice = choose(
-        qkv, a, b, z, layer, conv_pool, state_pool, implementation=implementation
-    )
+    slots = pools.inside(slots, state_pool.shape[0])
+    if isinstance(implementation, Choice):
+        choice = implementation
+    else:
+        choice = choose(
+            qkv, a, b, z, layer, conv_pool, state_pool, implementation=implementation
+        )
     live = pools.live_rows(slots, is_real)
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
@@ -190,6 +200,7 @@ def gated_delta_verify(
     time = qkv.shape[1] if qkv.ndim == 3 else 0
     _check((qkv, a, b, z), layer, conv_pool, state_pool, slots, time=time)
     _check_masks(qkv.shape[0], is_first=is_first)
+    slots = pools.inside(slots, state_pool.shape[0])
     choice = select(
         "gated_delta_verify", implementation, {}, available=_VERIFY_AVAILABLE
     )
@@ -229,6 +240,7 @@ def gated_delta_commit(
     heads, value_dim = pending.written.shape[2:]
     entry = (heads, value_dim, pending.k.shape[3])
     _check_pools(batch, channels, entry, conv_pool, state_pool, slots)
+    slots = pools.inside(slots, state_pool.shape[0])
     choice = select(
         "gated_delta_commit", implementation, {}, available=_VERIFY_AVAILABLE
     )

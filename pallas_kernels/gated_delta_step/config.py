@@ -15,6 +15,7 @@ WARPGROUP = 128  # threads
 MAX_GROUP = 8  # value heads that read one key head
 MAX_WIDTH = 8  # taps of the convolution
 PREPARED = 2  # tokens whose small vectors are in shared memory
+BARRIER_BYTES = 1024  # of shared memory, kept for a block's barriers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,35 @@ class Config:
                 f"part={self.part}, allowed are divisors of rows={self.rows}"
             )
 
-    def fits(self, itemsize: int) -> bool:
-        """Whether the rings of an SM's blocks leave 20 KB a block for all else."""
-        ring = self.rows * HEAD_DIM * itemsize * self.stages * self.warpgroups
-        return self.blocks_per_sm * (ring + 20 * 1024) <= hw.device().smem_bytes
+    def shared_bytes(self, group: int, dtype: Any, state_dtype: Any) -> int:
+        """Shared memory of an SM's blocks, with room for their barriers.
+
+        Args:
+          group: value heads that read one key head.
+          dtype: of qkv.
+          state_dtype: of the state.
+        """
+        item, state_item = jnp.dtype(dtype).itemsize, jnp.dtype(state_dtype).itemsize
+        ring = self.warpgroups * self.stages * self.rows * state_item
+        prepared = PREPARED * ((2 + group) * item + 3 * group * 4)
+        results = self.warpgroups * 3 * item
+        block = BARRIER_BYTES + HEAD_DIM * (ring + prepared + results)
+        return self.blocks_per_sm * block
+
+    def refusal(self, group: int, dtype: Any, state_dtype: Any) -> str | None:
+        """Why this tiling cannot be launched, `None` if it can; as `shared_bytes`."""
+        if group % self.warpgroups:
+            return (
+                f"warpgroups={self.warpgroups}, allowed are divisors of the {group} "
+                "value heads that read a key head"
+            )
+        needed, limit = self.shared_bytes(group, dtype, state_dtype), hw.device()
+        if needed > limit.smem_bytes:
+            return (
+                f"its tiling asks for {needed} bytes of shared memory, a block of "
+                f"{limit.kind} has {limit.smem_bytes}"
+            )
+        return None
 
 
 # (rows, stages, blocks_per_sm, warpgroups): rings of 96 to 192 KB on an SM.
@@ -98,35 +124,49 @@ CANDIDATES = tuple(
 
 
 def heuristic(
-    *, batch: int, key_heads: int, value_heads: int, state_dtype: Any
+    *, batch: int, key_heads: int, value_heads: int, dtype: Any, state_dtype: Any
 ) -> Config:
     """The tiling for sizes that were not measured.
 
-    32 KB a tile either way, and all shared memory of an SM on its way at once.
+    32 KB a tile either way, and all shared memory of an SM on its way at once that
+    the small vectors of the value heads leave.
     """
     del batch
-    rows = HEAD_DIM * 2 // jnp.dtype(state_dtype).itemsize
-    if (value_heads // key_heads) % 2 == 0:
-        return Config(rows=rows, stages=3, warpgroups=2, part=32)
-    return Config(rows=rows, stages=6, warpgroups=1, part=32)
+    group = value_heads // key_heads
+    warpgroups, stages = (1, 6) if group % 2 else (2, 3)
+    tiling = Config(
+        rows=HEAD_DIM * 2 // jnp.dtype(state_dtype).itemsize,
+        stages=stages,
+        warpgroups=warpgroups,
+        part=32,
+    )
+    while tiling.stages > 2 and tiling.refusal(group, dtype, state_dtype):
+        tiling = dataclasses.replace(tiling, stages=tiling.stages - 1)
+    return tiling
 
 
-def table_key(*, batch: int, key_heads: int, value_heads: int, state_dtype: Any) -> str:
+def table_key(
+    *, batch: int, key_heads: int, value_heads: int, dtype: Any, state_dtype: Any
+) -> str:
     """The key of a call in `tuned/<device>/gated_delta_step.json`."""
     return tuning.key(
         batch=tuning.bucket(batch),
         key_heads=key_heads,
         value_heads=value_heads,
+        dtype=jnp.dtype(dtype).name,
         state=jnp.dtype(state_dtype).name,
     )
 
 
-def pick(*, batch: int, key_heads: int, value_heads: int, state_dtype: Any) -> Config:
+def pick(
+    *, batch: int, key_heads: int, value_heads: int, dtype: Any, state_dtype: Any
+) -> Config:
     """The measured tiling where there is one, else a guess."""
     sizes = {
         "batch": batch,
         "key_heads": key_heads,
         "value_heads": value_heads,
+        "dtype": dtype,
         "state_dtype": state_dtype,
     }
     found = tuning.lookup("gated_delta_step", table_key(**sizes))

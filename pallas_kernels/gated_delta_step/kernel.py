@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_step.config import (
+    BARRIER_BYTES,
     HEAD_DIM,
     PREPARED,
     WARPGROUP,
@@ -474,7 +475,9 @@ def shared_bytes(scratch: dict[str, Any]) -> int:
     """Shared memory of one block, with room for its barriers."""
     arrays = (x for x in scratch.values() if hasattr(x, "memory_space"))
     arrays = (x for x in arrays if x.memory_space == plgpu.SMEM)
-    return 1024 + sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+    return BARRIER_BYTES + sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays
+    )
 
 
 def gated_delta_step(

@@ -35,6 +35,13 @@ def check_slots(slots: Any, batch: int, count: int) -> None:
         )
 
 
+def inside(slots: jax.Array | None, count: int) -> jax.Array | None:
+    """The slots, -1 for those outside a pool of `count`."""
+    if slots is None:
+        return None
+    return jnp.where((slots < 0) | (slots >= count), -1, slots)
+
+
 def live_rows(slots: jax.Array | None, is_real: jax.Array | None) -> jax.Array | None:
     """bool[B], which rows read and write the pools; `None` if all do."""
     if slots is None:

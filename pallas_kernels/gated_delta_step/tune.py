@@ -38,13 +38,14 @@ def tilings(spec: specs.Spec) -> Iterator[config.Config]:
         batch=spec.batch,
         key_heads=spec.key_heads,
         value_heads=spec.value_heads,
+        dtype=spec.dtype,
         state_dtype=spec.state_dtype,
     )
     yield guess
-    itemsize = jnp.dtype(spec.state_dtype).itemsize
     group = spec.value_heads // spec.key_heads
     for tiling in config.CANDIDATES:
-        if tiling.fits(itemsize) and group % tiling.warpgroups == 0 and tiling != guess:
+        refused = tiling.refusal(group, spec.dtype, spec.state_dtype)
+        if refused is None and tiling != guess:
             yield tiling
 
 
@@ -97,6 +98,7 @@ def tune(spec: specs.Spec) -> dict[str, dict[str, Any]]:
         batch=spec.batch,
         key_heads=spec.key_heads,
         value_heads=spec.value_heads,
+        dtype=spec.dtype,
         state_dtype=spec.state_dtype,
     )
     return {key: dataclasses.asdict(best) | {"ms": bench.digits(times[best])}}

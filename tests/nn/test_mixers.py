@@ -17,6 +17,7 @@ from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from jaxaccel.nn.rope import RopeConfig
 from pallas_kernels._common import hw
+from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.interpret import interpreted
 
 
@@ -266,9 +267,16 @@ def _verify_and_commit(module):
     return functools.partial(jax.jit(run), state)
 
 
-@pytest.mark.parametrize("start", [0, 6])
-def test_kept_drafts_are_as_if_read_one_by_one(build, start):
+@pytest.fixture(scope="module")
+def deltanet(build):
+    """A mixer and its `_verify_and_commit`."""
     mixer = Mixer(build(_make("gdn")))
+    return mixer, _verify_and_commit(mixer.module)
+
+
+@pytest.mark.parametrize("start", [0, 6])
+def test_kept_drafts_are_as_if_read_one_by_one(deltanet, start):
+    mixer, verify_and_commit = deltanet
     drafts, rows = 4, 5
     # One row for each number of drafts that may be kept.
     x = jax.random.normal(jax.random.key(1), (rows, start + drafts + 1, D))
@@ -283,7 +291,7 @@ def test_kept_drafts_are_as_if_read_one_by_one(build, start):
         outputs.append(y)
     kept = jnp.arange(rows, dtype=jnp.int32)
     length = jnp.full((rows,), start, jnp.int32)
-    y, cache = _verify_and_commit(mixer.module)(
+    y, cache = verify_and_commit(
         x[:, start : start + drafts], caches[start], kept, length
     )
     same(y, jnp.concatenate(outputs[start:], axis=1))
@@ -308,9 +316,8 @@ def _stacked(caches):
 
 
 @pytest.mark.parametrize("time", [1, 3])
-def test_a_layers_part_of_stacked_caches_moves_alone(build, time):
-    module = build(_make("gdn"))
-    mixer = Mixer(module)
+def test_a_layers_part_of_stacked_caches_moves_alone(deltanet, time):
+    mixer, _ = deltanet
     draw = np.random.default_rng(0)
     caches = [
         jax.tree.map(
@@ -346,11 +353,37 @@ def test_a_kernel_moves_a_layers_part_where_it_is(build):
     ]
     x, one = jnp.asarray(draw.normal(size=(1, 1, D)), jnp.float32), only([1])[:, :1]
     part = RecurrentCacheOfLayer(stacked=_stacked(caches), index=jnp.int32(1))
-    with hw.assume(), interpreted():
+    with hw.assume(), interpreted(), recorded_choices() as choices:
         got = named.cached(named.state, x, one, part, length + 3)
+    # The way was chosen once.
+    assert [c.implementation for c in choices if c.op == "gated_delta_step"] == [
+        "mosaic"
+    ]
     y, cache, _ = plain.cached(plain.state, x, one, caches[1], length + 3)
     same(got[0], y)
     same(got[1].stacked, _stacked([caches[0], cache]))
+
+
+def test_a_kernel_of_whole_sequences_is_not_asked_for_cached_ones(build):
+    config = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=128)
+    kind = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    named = {"implementation": (("attention", "mosaic"),)}
+    low = Mixer(build(lambda rngs: Attention(config, D, rngs=rngs, **kind, **named)))
+    x = jax.ShapeDtypeStruct((1, 128, D), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    with hw.assume():
+        whole = low.packed.trace(low.state, x, ids)
+        assert "pk_" in whole.lower(lowering_platforms=("cuda",)).as_text()
+        with recorded_choices() as choices:
+            jax.eval_shape(low.cached, low.state, x, ids, *low.empty(1))
+    assert [c.implementation for c in choices if c.op == "attention"] == ["xla"]
+    exact = Attention(config, D, implementation="reference", rngs=nnx.Rngs(0))
+    with recorded_choices() as choices:
+        meta = packing_metadata((1, 2))
+        cache = exact.init_cache(1, 2, "float32")
+        length = jnp.zeros((1,), jnp.int32)
+        jax.eval_shape(lambda x: exact(x, meta, cache, length)[0], jnp.ones((1, 2, D)))
+    assert [c.implementation for c in choices if c.op == "attention"] == ["reference"]
 
 
 def test_a_bfloat16_state_is_kept_as_such_and_read_in_f32(build, x):
