@@ -40,8 +40,13 @@ def one_block():
         yield
 
 
-def arguments(spec, seed=0):
-    return [np.array(a) for a in spec.arguments(jax.random.key(seed))]
+@functools.cache
+def drawn(spec):
+    return jax.jit(spec.arguments)(jax.random.key(0))
+
+
+def arguments(spec):
+    return [np.array(a) for a in drawn(spec)]
 
 
 def run(spec, args):
@@ -245,15 +250,21 @@ def possible(name):
 
 WHAT = {"y": "forward", "dx": "data", "dw": "weight"}
 CONFIGS = [(what, t) for what, name in WHAT.items() for t in possible(name)]
+# Width changes no more than the number of columns: one of each split is lowered.
+DISTINCT = list({(what, t.split): (what, t) for what, t in CONFIGS}.values())
+
+
+def test_every_config_fits_the_card():
+    for _, tile in CONFIGS:
+        hw.check_smem(tile.smem_bytes())
 
 
 @pytest.mark.parametrize(
     "what, tile",
-    CONFIGS,
-    ids=[f"{w}-{t.split}-{t.block_m}x{t.block_n}" for w, t in CONFIGS],
+    DISTINCT,
+    ids=[f"{w}-{t.split}-{t.block_m}x{t.block_n}" for w, t in DISTINCT],
 )
-def test_every_config_fits_and_lowers_for_the_card(what, tile):
-    hw.check_smem(tile.smem_bytes())
+def test_every_split_lowers_for_the_card(what, tile):
     names = {"y": "fwd", "dx": "dgrad", "dw": "wgrad"}
     assert f"pk_grouped_matmul_{names[what]}" in lowered(what, tile)
 
