@@ -53,7 +53,9 @@ def environment(tmp_path):
         **os.environ,
         "JAXACCEL_TINY": "1",
         # Nearly all of the time is compilation; both of these make it shorter.
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": (
+            "--xla_backend_optimization_level=0 --xla_cpu_opt_preset=FAST_COMPILE"
+        ),
         "JAX_DEFAULT_PRNG_IMPL": "rbg",
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "TMPDIR": str(tmp_path),
