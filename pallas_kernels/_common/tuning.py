@@ -11,6 +11,7 @@ import functools
 import importlib.resources
 import json
 import logging
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,21 @@ def lookup(op: str, entry: str, device: str | None = None) -> Mapping[str, Any] 
       device: a card's folder; the present card's if not given.
     """
     return _table(hw.device().slug if device is None else device, op).get(entry)
+
+
+def write(
+    path: pathlib.Path, about: Mapping[str, Any], entries: Mapping[str, Any]
+) -> None:
+    """Writes a table where `lookup` finds it.
+
+    Args:
+      path: `tuned/<device>/<op>.json`; its folder is made.
+      about: has "device", "jax" and "date" of the measurement.
+      entries: key -> config fields.
+    """
+    table = {name: about[name] for name in ("device", "jax", "date")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table | {"entries": entries}, indent=1) + "\n")
 
 
 @functools.cache

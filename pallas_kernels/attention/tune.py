@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._common import bench, timing
-from pallas_kernels._common.testing import assert_close
+from pallas_kernels._common import bench, timing, tuning
 from pallas_kernels.attention import config_mosaic, mosaic, specs
 from pallas_kernels.attention.config_mosaic import Config
 
@@ -135,14 +132,6 @@ def _visited_flops(spec: specs.Spec, kernel: str, config: Config) -> float:
     return 2.0 * products * steps * step * block * spec.dim * spec.heads
 
 
-@jax.jit
-def _lengths(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Euclidean lengths of the error and of the expected, f32[1] each."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    error = jnp.sqrt(jnp.sum((got - want) ** 2))
-    return error[None], jnp.sqrt(jnp.sum(want**2))[None]
-
-
 def _measured(
     spec: specs.Spec, kernel: str, config: Config, args: tuple[Any, ...], want: Any
 ) -> tuple[float | None, Any]:
@@ -153,8 +142,8 @@ def _measured(
         for index, (a, b) in enumerate(
             zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=False)
         ):
-            error, norm = _lengths(a, b)
-            assert_close(norm + error, norm, rel=1e-2, name=f"result {index}")
+            name = f"result {index}"
+            bench.assert_close_on_device(a, b, rel=1e-2, name=name, whole=True)
         ms = timing.measure(fn, args)[0].ms
     except (AssertionError, RuntimeError, ValueError) as error:
         print(f"  {config}: {str(error).splitlines()[0]}", flush=True)
@@ -216,9 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         key = config_mosaic.table_key(spec.dim)
         entries[key] = tune(spec, options.kernels.split(","))
-        table = {name: about[name] for name in ("device", "jax", "date")}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(table | {"entries": entries}, indent=1))
+        tuning.write(options.json, about, entries)
 
 
 if __name__ == "__main__":

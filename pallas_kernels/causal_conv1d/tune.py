@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels._common import bench, timing
-from pallas_kernels._common.testing import assert_close
+from pallas_kernels._common import bench, timing, tuning
 from pallas_kernels.causal_conv1d import config, kernel, mosaic, specs, tables, xla
 
 
@@ -91,9 +88,9 @@ def _measured(
             zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
         ):
             # On the device, as the host takes longer for these than the tuning.
-            error, norm = _lengths(a, b)
+            name = f"result {index}"
             rel = 1e-2  # both are rounded, and sums have another order
-            assert_close(norm + error, norm, rel=rel, name=f"result {index}")
+            bench.assert_close_on_device(a, b, rel=rel, name=name, whole=True)
         del got
         ms = timing.measure(fn, tuple(args))[0].ms
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -101,14 +98,6 @@ def _measured(
         return None
     print(f"  {ms:9.4f} ms  {tiling}", flush=True)
     return ms
-
-
-@jax.jit
-def _lengths(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Euclidean lengths of the error and of the expected, f32[1] each."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    error = jnp.sqrt(jnp.sum((got - want) ** 2))
-    return error[None], jnp.sqrt(jnp.sum(want**2))[None]
 
 
 def tune(
@@ -166,9 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.table_key(*size, "fwd") in entries:
             continue  # the same size with documents
         entries |= tune(spec)
-        table = {key: about[key] for key in ("device", "jax", "date")}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(table | {"entries": entries}, indent=1))
+        tuning.write(options.json, about, entries)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,17 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._common import bench
-from pallas_kernels._common.testing import assert_close
+from pallas_kernels._common import bench, tuning
 from pallas_kernels.gated_delta_step import api, config, kernel, specs
-
-
-@jax.jit
-def _lengths(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Euclidean lengths of the error and of the expected, f32[1] each."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    error = jnp.sqrt(jnp.sum((got - want) ** 2))
-    return error[None], jnp.sqrt(jnp.sum(want**2))[None]
 
 
 def tilings(spec: specs.Spec) -> Iterator[config.Config]:
@@ -70,8 +60,8 @@ def measured(
         got = timed.results(tuple(args))
         for index, (a, b) in enumerate(zip(got, want, strict=True)):
             # On the device, as the host takes longer for these than the tuning.
-            error, norm = _lengths(a, b)
-            assert_close(norm + error, norm, rel=1e-2, name=f"result {index}")
+            name = f"result {index}"
+            bench.assert_close_on_device(a, b, rel=1e-2, name=name, whole=True)
         del got
         ms = timed.measure(tuple(args))[0].ms
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -113,13 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--specs", default="perf", help="ci, model or perf")
     options = parser.parse_args(argv)
     about = bench.stamp()
-    table = {key: about[key] for key in ("device", "jax", "date")}
     entries: dict[str, dict[str, Any]] = {}
     for spec in specs.specs(options.specs):
         entries |= tune(spec)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(table | {"entries": entries}, indent=1)
-        options.json.write_text(text + "\n")
+        tuning.write(options.json, about, entries)
 
 
 if __name__ == "__main__":

@@ -227,3 +227,15 @@ def test_ceilings_are_measured_here_too():
     assert limits.gbps > 0
     assert limits.tflops > 0
     assert jnp.isfinite(limits.floor_ms(case()))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_on_the_device_the_same_error_fails(whole):
+    want = jax.random.normal(jax.random.key(0), (64, 32))
+    near, far = want * 1.004, want * 1.009
+    options = {"rel": 5e-3, "name": "y", "whole": whole}
+    bench.assert_close_on_device(near, want, **options)
+    with pytest.raises(AssertionError, match="y"):
+        bench.assert_close_on_device(far, want, **options)
+    with pytest.raises(AssertionError, match="y"):
+        bench.assert_close_on_device(want.at[3, 4].set(jnp.nan), want, **options)

@@ -180,3 +180,16 @@ def test_what_runs_only_if_named_is_never_picked():
     assert choice.refused == refused
     with pytest.raises(NotImplementedError, match="K = 7"):
         dispatch.select("op", "mosaic", refused, only_named=reason)
+
+
+def test_a_written_table_is_found_again(tmp_path, monkeypatch):
+    about = {"device": "d", "jax": "0", "date": "today", "commit": "left out"}
+    path = tmp_path / "tuned" / "abacus" / "op.json"
+    tuning.write(path, about, {"rows=4": {"stages": 3}})
+    monkeypatch.setattr(tuning.importlib.resources, "files", lambda _: tmp_path)
+    tuning._table.cache_clear()
+    try:
+        assert tuning.lookup("op", "rows=4", device="abacus") == {"stages": 3}
+        assert "commit" not in json.loads(path.read_text())
+    finally:
+        tuning._table.cache_clear()
