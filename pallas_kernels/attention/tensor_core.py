@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,20 +13,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import interpret
-
-
-MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a result of wgmma
-PER_ROW = MATRIX.reduce(1)  # a vector with one value per row of such a matrix
-PER_COLUMN = MATRIX.reduce(0)
-
-# Shared memory that both TMA and wgmma read: 8 x 64 tiles of 16-bit values.
-OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_BARRIER_BYTES = 1024
-
-
-def operand(*shape: int, dtype: Any) -> Any:
-    """Shared memory for 16-bit matrices that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=OPERAND)
+from pallas_kernels._common.layout import MATRIX as MATRIX
+from pallas_kernels._common.layout import PER_COLUMN as PER_COLUMN
+from pallas_kernels._common.layout import PER_ROW as PER_ROW
+from pallas_kernels._common.layout import load as load
+from pallas_kernels._common.layout import load_global as load_global
+from pallas_kernels._common.layout import operand as operand
+from pallas_kernels._common.layout import per_column as per_column
+from pallas_kernels._common.layout import per_row as per_row
+from pallas_kernels._common.layout import shared_bytes as shared_bytes
+from pallas_kernels._common.layout import split_index as split_index
 
 
 def params() -> plgpu.CompilerParams:
@@ -36,14 +31,6 @@ def params() -> plgpu.CompilerParams:
     return plgpu.CompilerParams(
         approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
     )
-
-
-def shared_bytes(scratch: Any) -> int:
-    """Bytes of shared memory that scratch types take, with room for barriers."""
-    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "memory_space"))
-    arrays = (x for x in leaves if getattr(x, "memory_space", None) == plgpu.SMEM)
-    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
-    return total + _BARRIER_BYTES
 
 
 @dataclasses.dataclass
@@ -132,39 +119,14 @@ def settle(value: jax.Array) -> jax.Array:
     return value if interpret.is_interpreting() else lax.optimization_barrier(value)
 
 
-def per_row(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Repeats a `PER_ROW` vector over the columns of a matrix."""
-    return lax.broadcast_in_dim(vector, shape, (0,))
-
-
-def per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Repeats a `PER_COLUMN` vector over the rows of a matrix."""
-    return lax.broadcast_in_dim(vector, shape, (1,))
-
-
 def full(shape: tuple[int, ...], value: Any, layout: Any) -> jax.Array:
     """One value everywhere, f32."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def load(ref: Any, layout: Any = MATRIX) -> jax.Array:
-    """Reads shared memory into registers."""
-    return plgpu.load(ref, layout=layout)
-
-
-def load_global(ref: Any, layout: Any) -> jax.Array:
-    """Reads device memory into registers, for what is read too rarely for TMA."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
 def index(shape: tuple[int, int], axis: int) -> jax.Array:
     """The index along `axis` of each element of a matrix, i32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX)
-
-
-def split_index(index: jax.Array, inner: int) -> tuple[jax.Array, jax.Array]:
-    """The outer and the inner index of a grid index, which has one axis of any size."""
-    return lax.div(index, jnp.int32(inner)), lax.rem(index, jnp.int32(inner))
 
 
 def give_back(barrier: Any) -> None:

@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
+from pallas_kernels._common.layout import split_index
 from pallas_kernels.causal_conv1d.config import LINE, WARPGROUP, Config
 from pallas_kernels.causal_conv1d.tables import MAX_REACH, WORD_TOKENS
 
@@ -105,8 +106,8 @@ class Strip:
         self.plan, self._table, self._state = plan, table_ref, state_ref
         self.warpgroup = lax.axis_index("warpgroup")
         index = lax.axis_index("block") * plan.config.warpgroups + self.warpgroup
-        rest, tile = _split(index, plan.tiles)
-        row, strip = _split(rest, plan.strips)
+        rest, tile = split_index(index, plan.tiles)
+        row, strip = split_index(rest, plan.strips)
         start = strip * plan.config.time
         lines = plan.shape[0]
         self.place = Place(
@@ -160,7 +161,7 @@ class Strip:
           token: the first; `rows` tokens from there on lie in one word.
           rows: how many.
         """
-        index, offset = _split(token, WORD_TOKENS)
+        index, offset = split_index(token, WORD_TOKENS)
         word = lax.shift_right_logical(
             self._table[self.place.row, index], 2 * offset.astype(jnp.int32)
         )
@@ -170,10 +171,6 @@ class Strip:
         ]
         ones = -1 if rows == WORD_TOKENS else (1 << 2 * rows) - 1
         return each, (word & ones) == ones
-
-
-def _split(index: jax.Array, inner: int) -> tuple[jax.Array, jax.Array]:
-    return lax.div(index, jnp.int32(inner)), lax.rem(index, jnp.int32(inner))
 
 
 def _keep(reach: jax.Array | None, distance: int, value: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -12,25 +11,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import interpret
+from pallas_kernels._common.layout import MATRIX as MATRIX
+from pallas_kernels._common.layout import PER_COLUMN as PER_COLUMN
+from pallas_kernels._common.layout import PER_ROW as PER_ROW
+from pallas_kernels._common.layout import load as load
+from pallas_kernels._common.layout import load_global as load_global
+from pallas_kernels._common.layout import operand as operand
+from pallas_kernels._common.layout import per_column as per_column
+from pallas_kernels._common.layout import per_row as per_row
+from pallas_kernels._common.layout import shared_bytes as shared_bytes
+from pallas_kernels._common.layout import split_index as split_index
 
 
-ROWS = plgpu.Layout.WGMMA  # how a warpgroup holds a matrix; a result of wgmma
-PER_ROW = ROWS.reduce(1)  # a vector with one value per row of such a matrix
-PER_COLUMN = ROWS.reduce(0)
+ROWS = MATRIX  # how a warpgroup holds a matrix; a result of wgmma
 
-# Shared memory that both TMA and wgmma read: 8 x 64 tiles of 16-bit values.
-OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 # An operand in registers, or a reference to shared memory.
 Operand = Any
-
-
-def operand(*shape: int, dtype: Any) -> Any:
-    """Shared memory for 16-bit matrices that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=OPERAND)
-
-
-_BARRIER_BYTES = 1024
 
 
 def params(reduction_bytes: int = 0) -> plgpu.CompilerParams:
@@ -46,14 +43,6 @@ def params(reduction_bytes: int = 0) -> plgpu.CompilerParams:
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         reduction_scratch_bytes=reduction_bytes,
     )
-
-
-def shared_bytes(scratch: Any) -> int:
-    """Bytes of shared memory that scratch types take, with room for barriers."""
-    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "memory_space"))
-    arrays = (x for x in leaves if getattr(x, "memory_space", None) == plgpu.SMEM)
-    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
-    return total + _BARRIER_BYTES
 
 
 def _value(x: Operand) -> jax.Array:
@@ -132,34 +121,9 @@ def _shape(pair: tuple[Operand, Operand]) -> tuple[int, int]:
     return pair[0].shape[0], pair[1].shape[1]
 
 
-def per_row(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Repeats a `PER_ROW` vector over the columns of a matrix."""
-    return lax.broadcast_in_dim(vector, shape, (0,))
-
-
-def per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Repeats a `PER_COLUMN` vector over the rows of a matrix."""
-    return lax.broadcast_in_dim(vector, shape, (1,))
-
-
-def load(ref: Any, layout: Any = ROWS) -> jax.Array:
-    """Reads shared memory into registers."""
-    return plgpu.load(ref, layout=layout)
-
-
-def load_global(ref: Any, layout: Any = ROWS) -> jax.Array:
-    """Reads device memory into registers, for what is read too rarely for TMA."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
 def store_transposed(ref: Any, value: jax.Array) -> None:
     """Writes a [M, N] value into shared memory [N, M]."""
     ref.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-
-
-def split_index(index: jax.Array, inner: int) -> tuple[jax.Array, jax.Array]:
-    """The outer and the inner index of a grid index, which has one axis of any size."""
-    return lax.div(index, jnp.int32(inner)), lax.rem(index, jnp.int32(inner))
 
 
 def square_indices(size: int) -> tuple[jax.Array, jax.Array]:
