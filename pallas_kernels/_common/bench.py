@@ -279,14 +279,18 @@ def _time(
     version, doing = "", "did not run"
     try:
         fn, version = make()
-        timed = fn if isinstance(fn, TimedPeer) else _Compiled(jax.jit(fn))
-        got = timed.results(args)
-        doing = "could not be checked"
-        if (wrong := check(case, got, args, prefix=timed is fn)) is not None:
-            return _Run({}, version, f"wrong result: {wrong}")
-        del got  # its memory is wanted by the calls that are timed
-        doing = "could not be timed"
-        times = timed.measure(args)
+        if isinstance(fn, TimedPeer):
+            timed = fn
+        else:
+            timed = _Compiled(jax.jit(fn).lower(*args).compile())
+        with timing.alone():
+            got = timed.results(args)
+            doing = "could not be checked"
+            if (wrong := check(case, got, args, prefix=timed is fn)) is not None:
+                return _Run({}, version, f"wrong result: {wrong}")
+            del got  # its memory is wanted by the calls that are timed
+            doing = "could not be timed"
+            times = timed.measure(args)
     except UnknownImplementation as error:
         return _Run({}, version, f"{doing}: {error}", unknown=True)
     except (ImportError, RuntimeError) as error:  # NotImplementedError, out of memory
@@ -387,7 +391,8 @@ def run(
       not run, has `"ms": None` and says why in `"note"`.
     """
     specs = importlib.import_module(f"pallas_kernels.{op}.specs")
-    limits = ceilings()
+    with timing.alone():
+        limits = ceilings()
     about = stamp(commit)
     rows: list[dict[str, Any]] = []
     results = {"ceilings": {**dataclasses.asdict(limits), **about}, "rows": rows}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,9 @@ import jax.numpy as jnp
 
 # Overwritten between cold runs; several times any card's L2.
 FLUSH_BYTES = 256 * 1024**2
+
+# Names a file that processes sharing a card take turns with.
+DEVICE_LOCK = "PALLAS_KERNELS_DEVICE_LOCK"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,22 @@ class Timing:
     ms: float
     timer: str
     cache: str
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keeps other measuring processes off the card, if `DEVICE_LOCK` is set.
+
+    Compiling takes far longer than measuring, so several processes may compile side by
+    side and enter this one at a time. Must not be nested.
+    """
+    path = os.environ.get(DEVICE_LOCK)
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+        yield
 
 
 def measure(

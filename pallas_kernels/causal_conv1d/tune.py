@@ -81,18 +81,19 @@ def _measured(
     make: Callable[..., Any], tiling: config.Config, args: Sequence[Any], want: Any
 ) -> float | None:
     """Milliseconds of one tiling, `None` if it cannot run or its result is wrong."""
-    fn = jax.jit(functools.partial(make, tiling))
     try:
-        got = fn(*args)
-        for index, (a, b) in enumerate(
-            zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-        ):
-            # On the device, as the host takes longer for these than the tuning.
-            name = f"result {index}"
-            rel = 1e-2  # both are rounded, and sums have another order
-            bench.assert_close_on_device(a, b, rel=rel, name=name, whole=True)
-        del got
-        ms = timing.measure(fn, tuple(args))[0].ms
+        fn = jax.jit(functools.partial(make, tiling)).lower(*args).compile()
+        with timing.alone():
+            got = fn(*args)
+            for index, (a, b) in enumerate(
+                zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+            ):
+                # On the device, as the host takes longer for these than the tuning.
+                name = f"result {index}"
+                rel = 1e-2  # both are rounded, and sums have another order
+                bench.assert_close_on_device(a, b, rel=rel, name=name, whole=True)
+            del got
+            ms = timing.measure(fn, tuple(args))[0].ms
     except (AssertionError, RuntimeError, ValueError) as error:
         print(f"  {tiling}: {str(error).splitlines()[0]}", flush=True)
         return None

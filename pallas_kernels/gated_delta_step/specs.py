@@ -246,7 +246,11 @@ class InPlace:
     note = ""
 
     def __init__(self, step: Callable[..., Any]):
-        self._step = jax.jit(step, donate_argnums=tuple(range(6))[POOLS])
+        self._step: Any = jax.jit(step, donate_argnums=tuple(range(6))[POOLS])
+
+    def compile(self, args: tuple[Any, ...]) -> None:
+        """Compiles ahead of the first call."""
+        self._step = self._step.lower(*args).compile()
 
     def results(self, args: tuple[Any, ...]) -> tuple[jax.Array, ...]:
         """y and the new pools."""
