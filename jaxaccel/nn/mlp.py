@@ -103,6 +103,22 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gated.astype(up.dtype)
 
 
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """`(up + 1) * gate * sigmoid(1.702 * gate)` of clamped inputs (gpt-oss).
+
+    Args:
+      gate: [..., F], at most `limit` after the clamp.
+      up: [..., F], between `-limit` and `limit` after it.
+      limit: the bound.
+
+    Returns:
+      [..., F] in up's dtype, computed in f32.
+    """
+    bounded = jnp.minimum(gate.astype(jnp.float32), limit)
+    linear = jnp.clip(up.astype(jnp.float32), -limit, limit)
+    return ((linear + 1) * bounded * jax.nn.sigmoid(1.702 * bounded)).astype(up.dtype)
+
+
 def relu2(up: jax.Array) -> jax.Array:
     """`relu(up)^2`, squared in f32; result in the input's dtype."""
     positive = jax.nn.relu(up.astype(jnp.float32))

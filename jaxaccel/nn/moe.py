@@ -11,10 +11,57 @@ from jax.typing import DTypeLike
 from jaxaccel.data.batch import PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
-from jaxaccel.nn.mlp import MLP, relu2, swiglu
+from jaxaccel.nn.mlp import MLP, clamped_swiglu, relu2, swiglu
 from jaxaccel.nn.router import MoEConfig, Router, RouterAux, router_aux
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.sort_dispatch import combine, permute, sort_dispatch
+
+
+class ExpertBias(nnx.Module):
+    """A vector per expert, added to the rows that visit it.
+
+    Attributes:
+      bias: param_dtype[E, F].
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        *,
+        param_dtype: DTypeLike,
+        implementation: Implementations,
+    ):
+        """Creates the biases, zero at first.
+
+        Args:
+          num_experts: E.
+          width: F.
+          param_dtype: dtype of the parameters.
+          implementation: see `nn.implementation`.
+        """
+        self.bias = nnx.Param(jnp.zeros((num_experts, width), param_dtype))
+        name = implementation_of("grouped_matmul", implementation)
+        # There is no kernel for matrices of one row: naming it means the large ones.
+        self.implementation = "reference" if name == "reference" else "xla"
+
+    def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Adds them.
+
+        Args:
+          rows: [M, F], sorted by expert.
+          group_sizes: i32[E], rows of each expert.
+
+        Returns:
+          [M, F] in the dtype of `rows`; rows of no expert are as they were.
+        """
+        # A product with a column of ones: its gradient adds an expert's rows in their
+        # order, where that of a lookup is a scatter with atomics.
+        ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+        bias = self.bias[...].astype(rows.dtype)[:, None, :]  # [E, 1, F]
+        return rows + grouped_matmul(
+            ones, bias, group_sizes, implementation=self.implementation
+        )
 
 
 class MoE(nnx.Module):
@@ -27,6 +74,8 @@ class MoE(nnx.Module):
       router: `Router`.
       w_in: [E, D, 2F], gate then up, for "swiglu"; [E, D, F] for "relu2".
       w_out: [E, F, D].
+      bias_in: ExpertBias [E, 2F] or [E, F], only with `use_bias`.
+      bias_out: ExpertBias [E, D], only with `use_bias`.
       shared: MLP, only with `shared_d_ff`.
       shared_gate: Linear [D, 1], only with `shared_gate`.
     """
@@ -67,6 +116,10 @@ class MoE(nnx.Module):
                 rngs.params(), (experts, d_ff, d_model), param_dtype
             )
         )
+        if config.use_bias:
+            bias = {"param_dtype": param_dtype, "implementation": implementation}
+            self.bias_in = ExpertBias(experts, d_in, **bias)
+            self.bias_out = ExpertBias(experts, d_model, **bias)
         if config.shared_d_ff:
             self.shared = MLP(
                 d_model,
@@ -110,12 +163,19 @@ class MoE(nnx.Module):
         tokens = x.astype(self.dtype).reshape(-1, d_model)  # [B*T, D]
         rows = permute(tokens, plan)  # [B*T*k, D]
         hidden = self._experts(rows, self.w_in[...], plan.group_sizes)
+        if config.use_bias:
+            hidden = self.bias_in(hidden, plan.group_sizes)
         hidden = checkpoint_name(hidden, "moe_hidden")
-        if config.activation == "swiglu":
+        if config.swiglu_limit is not None:
+            gate, up = jnp.split(hidden, 2, axis=-1)
+            hidden = clamped_swiglu(gate, up, config.swiglu_limit)  # [B*T*k, F]
+        elif config.activation == "swiglu":
             hidden = swiglu(*jnp.split(hidden, 2, axis=-1))  # [B*T*k, F]
         else:
             hidden = relu2(hidden)
         out = self._experts(hidden, self.w_out[...], plan.group_sizes)
+        if config.use_bias:
+            out = self.bias_out(out, plan.group_sizes)
         y = combine(out, plan, weights).reshape(x.shape)  # [B, T, D]
         if config.shared_d_ff:
             shared = self.shared(x)

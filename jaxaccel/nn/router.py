@@ -28,6 +28,9 @@ class MoEConfig:
       top_k: experts per token k.
       d_ff: hidden width F of each expert.
       activation: "swiglu" or "relu2", as in `MLPConfig`.
+      swiglu_limit: of "swiglu", clamps gate and up and makes of them
+        (up + 1) * gate * sigmoid(1.702 gate) (gpt-oss); `None` is the plain one.
+      use_bias: learned biases on the router's logits and both products of an expert.
       score: "softmax" over all experts, then the top k (Qwen3-Next); "sigmoid" of
         each logit (DeepSeek-V3, Nemotron); or "topk_softmax", the top k logits, then
         a softmax over those (gpt-oss).
@@ -56,6 +59,8 @@ class MoEConfig:
     top_k: int
     d_ff: int
     activation: str = "swiglu"
+    swiglu_limit: float | None = None
+    use_bias: bool = False
     score: str = "softmax"
     normalize_weights: bool = True
     scale: float = 1.0
@@ -124,6 +129,19 @@ class MoEConfig:
                 raise ValueError(
                     f"MoEConfig: {name}={getattr(self, name)} must not be negative"
                 )
+        if self.swiglu_limit is not None and (
+            self.swiglu_limit <= 0 or self.activation != "swiglu"
+        ):
+            raise ValueError(
+                f"MoEConfig: swiglu_limit={self.swiglu_limit} with activation="
+                f"{self.activation!r}, allowed are None and, with 'swiglu', positive "
+                "numbers"
+            )
+        if self.shared_d_ff and (self.use_bias or self.swiglu_limit is not None):
+            raise ValueError(
+                f"MoEConfig: shared_d_ff={self.shared_d_ff} must be 0 with use_bias or "
+                "swiglu_limit, which the shared expert does not have"
+            )
         if self.shared_gate and not self.shared_d_ff:
             raise ValueError(
                 "MoEConfig: shared_gate=True needs shared_d_ff above 0, got 0"
@@ -171,6 +189,7 @@ class Router(nnx.Module):
 
     Attributes:
       kernel: f32[D, E].
+      logit_bias: f32[E], only with `use_bias`; part of the logits, and learned.
       bias: f32[E] `RouterBias`, only with `bias_update_rate` above 0; for selection,
         never in the weights.
     """
@@ -187,6 +206,8 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(
             init(rngs.params(), (d_model, config.num_experts), jnp.float32)
         )
+        if config.use_bias:
+            self.logit_bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
         if config.bias_update_rate > 0:
             self.bias = RouterBias(jnp.zeros((config.num_experts,), jnp.float32))
         self.config = config
@@ -209,6 +230,8 @@ class Router(nnx.Module):
             self.kernel[...],
             precision=jax.lax.Precision.HIGHEST,
         )
+        if config.use_bias:
+            logits = logits + self.logit_bias[...][None, None, :]
         scores = expert_scores(logits, config)
         choice = scores
         if config.bias_update_rate > 0:
