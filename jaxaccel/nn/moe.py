@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -43,7 +45,7 @@ class ExpertBias(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_experts, width), param_dtype))
         name = implementation_of("grouped_matmul", implementation)
         # There is no kernel for matrices of one row: naming it means the large ones.
-        self.implementation = "reference" if name == "reference" else "xla"
+        self.implementation: Any = "reference" if name == "reference" else "xla"
 
     def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Adds them.
