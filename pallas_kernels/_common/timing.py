@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import os
 import statistics
 import time
@@ -54,7 +55,7 @@ def alone() -> Iterator[None]:
 
 
 def measure(
-    fn: Callable[..., Any], args: tuple[Any, ...], runs: int = 20
+    fn: Callable[..., Any], args: tuple[Any, ...], runs: int = 20, *, cold: bool = True
 ) -> list[Timing]:
     """Times a jitted function warm and, where the device timer works, L2-cold.
 
@@ -62,11 +63,13 @@ def measure(
       fn: a jitted or compiled function.
       args: what to call it with.
       runs: how many timed calls.
+      cold: whether to time it L2-cold, too.
     """
     jax.block_until_ready(fn(*args))
     if jax.default_backend() == "gpu":
         with contextlib.suppress(TimerUnavailable):
-            return [_warm(fn, args, runs), _cold(fn, args, runs)]
+            times = [_warm(fn, args, runs)]
+            return [*times, _cold(fn, args, runs)] if cold else times
     return [_host(fn, args)]
 
 
@@ -82,16 +85,20 @@ def _warm(fn, args, runs) -> Timing:
     return Timing(ms=statistics.median(map(sum, per_run)), timer="cupti", cache="warm")
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _flush(buffer: jax.Array) -> jax.Array:
+    return buffer + jnp.uint32(1)
+
+
 def _cold(fn, args, runs) -> Timing:
-    flush = jax.jit(lambda x: x + jnp.uint32(1), donate_argnums=0)
-    buffer = flush(jnp.zeros(FLUSH_BYTES // 4, jnp.uint32))
+    buffer = _flush(jnp.zeros(FLUSH_BYTES // 4, jnp.uint32))
     jax.block_until_ready(buffer)
     with _recorded() as kernels:
-        buffer = jax.block_until_ready(flush(buffer))
+        buffer = jax.block_until_ready(_flush(buffer))
     of_flush = len(kernels)
     with _recorded() as kernels:
         for _ in range(runs):
-            buffer = jax.block_until_ready(flush(buffer))
+            buffer = jax.block_until_ready(_flush(buffer))
             jax.block_until_ready(fn(*args))
     per_run = [run[of_flush:] for run in _per_run(kernels, runs)]
     return Timing(ms=statistics.median(map(sum, per_run)), timer="cupti", cache="cold")

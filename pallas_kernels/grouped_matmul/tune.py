@@ -53,7 +53,7 @@ def _measured(
         with timing.alone():
             # Both are rounded, and sums have another order.
             bench.assert_close_on_device(fn(*args), want, rel=1e-2, name=product)
-            ms = timing.measure(fn, args)[0].ms
+            ms = timing.measure(fn, args, cold=False)[0].ms
     except (AssertionError, RuntimeError, ValueError) as error:
         print(f"  {tile}: {str(error).splitlines()[0]}", flush=True)
         return None
