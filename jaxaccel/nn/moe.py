@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jaxaccel.core.sharding import BATCH_AXES
 from jaxaccel.data.batch import PackingMetadata
+from jaxaccel.nn.expert_parallel import ExpertSharding, sharded_experts
+from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
-from jaxaccel.nn.mlp import MLP, clamped_swiglu, relu2, swiglu
-from jaxaccel.nn.router import MoEConfig, Router, RouterAux, router_aux
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.sort_dispatch import combine, permute, sort_dispatch
+from jaxaccel.nn.mlp import MLP
+from jaxaccel.nn.router import MoEConfig, Router, RouterAux, Routing, router_aux
+from pallas_kernels.sort_dispatch import sort_dispatch
 
 
 class ExpertBias(nnx.Module):
@@ -26,58 +26,38 @@ class ExpertBias(nnx.Module):
       bias: param_dtype[E, F].
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        *,
-        param_dtype: DTypeLike,
-        implementation: Implementations,
-    ):
+    def __init__(self, num_experts: int, width: int, *, param_dtype: DTypeLike):
         """Creates the biases, zero at first.
 
         Args:
           num_experts: E.
           width: F.
           param_dtype: dtype of the parameters.
-          implementation: see `nn.implementation`.
         """
         self.bias = nnx.Param(jnp.zeros((num_experts, width), param_dtype))
-        name = implementation_of("grouped_matmul", implementation)
-        # There is no kernel for matrices of one row: naming it means the large ones.
-        self.implementation: Any = "reference" if name == "reference" else "xla"
-
-    def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Adds them.
-
-        Args:
-          rows: [M, F], sorted by expert.
-          group_sizes: i32[E], rows of each expert.
-
-        Returns:
-          [M, F] in the dtype of `rows`; rows of no expert are as they were.
-        """
-        # A product with a column of ones: its gradient adds an expert's rows in their
-        # order, where that of a lookup is a scatter with atomics.
-        ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-        bias = self.bias[...].astype(rows.dtype)[:, None, :]  # [E, 1, F]
-        return rows + grouped_matmul(
-            ones, bias, group_sizes, implementation=self.implementation
-        )
 
 
 class MoE(nnx.Module):
     """Sends each token through k of E experts, see `MoEConfig`.
 
     No token is dropped and nothing of size [tokens, experts, width] is built: tokens
-    are sorted by expert once, and both products run over the sorted rows.
+    are sorted by expert once, and both products run over the sorted rows. See
+    `jaxaccel.nn.experts` for what is kept for the backward pass, and
+    `jaxaccel.nn.expert_parallel` for experts on several devices, where rows may be
+    dropped if the config gives a capacity.
+
+    With `d_latent` the experts work on `latent_in(x)`, L wide, and `latent_out` maps
+    their weighted sum back, once a token; L is D without (LatentMoE, arXiv 2601.18089;
+    Nemotron 3, arXiv 2512.20856). Both maps are plain: no norm, no activation.
 
     Attributes:
-      router: `Router`.
-      w_in: [E, D, 2F], gate then up, for "swiglu"; [E, D, F] for "relu2".
-      w_out: [E, F, D].
+      router: `Router`, over the D of x.
+      latent_in: Linear [D, L], only with `d_latent`.
+      latent_out: Linear [L, D], only with `d_latent`.
+      w_in: [E, L, 2F], gate then up, for "swiglu"; [E, L, F] for "relu2".
+      w_out: [E, F, L].
       bias_in: ExpertBias [E, 2F] or [E, F], only with `use_bias`.
-      bias_out: ExpertBias [E, D], only with `use_bias`.
+      bias_out: ExpertBias [E, L], only with `use_bias`.
       shared: MLP, only with `shared_d_ff`.
       shared_gate: Linear [D, 1], only with `shared_gate`.
     """
@@ -108,20 +88,27 @@ class MoE(nnx.Module):
         experts, d_ff = config.num_experts, config.d_ff
         d_in = 2 * d_ff if config.activation == "swiglu" else d_ff
         self.router = Router(config, d_model, rngs=rngs)
+        d_expert = config.d_latent or d_model
+        # The projection that adds to the stream has the gain.
+        experts_gain = 1.0 if config.d_latent else out_gain
+        if config.d_latent:
+            self.latent_in = Linear(d_model, d_expert, **kind)
+            self.latent_out = Linear(
+                d_expert, d_model, kernel_init=fan_in_init(out_gain), **kind
+            )
         self.w_in = nnx.Param(
             fan_in_init(expert_axis=True)(
-                rngs.params(), (experts, d_model, d_in), param_dtype
+                rngs.params(), (experts, d_expert, d_in), param_dtype
             )
         )
         self.w_out = nnx.Param(
-            fan_in_init(out_gain, expert_axis=True)(
-                rngs.params(), (experts, d_ff, d_model), param_dtype
+            fan_in_init(experts_gain, expert_axis=True)(
+                rngs.params(), (experts, d_ff, d_expert), param_dtype
             )
         )
         if config.use_bias:
-            bias = {"param_dtype": param_dtype, "implementation": implementation}
-            self.bias_in = ExpertBias(experts, d_in, **bias)
-            self.bias_out = ExpertBias(experts, d_model, **bias)
+            self.bias_in = ExpertBias(experts, d_in, param_dtype=param_dtype)
+            self.bias_out = ExpertBias(experts, d_expert, param_dtype=param_dtype)
         if config.shared_d_ff:
             self.shared = MLP(
                 d_model,
@@ -134,9 +121,12 @@ class MoE(nnx.Module):
             self.shared_gate = Linear(d_model, 1, **kind)
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        self.matmul_implementation = implementation_of("grouped_matmul", implementation)
-        self.dispatch_implementation = implementation_of(
-            "sort_dispatch", implementation
+        self.ops = ExpertOps(
+            activation=config.activation,
+            dtype=self.dtype,
+            swiglu_limit=config.swiglu_limit,
+            matmul=implementation_of("grouped_matmul", implementation),
+            dispatch=implementation_of("sort_dispatch", implementation),
         )
 
     def __call__(
@@ -152,45 +142,66 @@ class MoE(nnx.Module):
           [B, T, D] in the compute dtype, and the router's report.
         """
         config = self.config
-        d_model = x.shape[-1]
         is_real = meta.is_real if meta.ids_are_given else None
         routing = self.router(x, is_real)
-        expert_ids = routing.expert_ids.reshape(-1, config.top_k)  # [B*T, k]
-        weights = routing.weights.reshape(-1, config.top_k)  # [B*T, k]
-        plan = sort_dispatch(
-            expert_ids,
-            config.num_experts,
-            implementation=self.dispatch_implementation,
-        )
-        tokens = x.astype(self.dtype).reshape(-1, d_model)  # [B*T, D]
-        rows = permute(tokens, plan)  # [B*T*k, D]
-        hidden = self._experts(rows, self.w_in[...], plan.group_sizes)
-        if config.use_bias:
-            hidden = self.bias_in(hidden, plan.group_sizes)
-        hidden = checkpoint_name(hidden, "moe_hidden")
-        if config.swiglu_limit is not None:
-            gate, up = jnp.split(hidden, 2, axis=-1)
-            hidden = clamped_swiglu(gate, up, config.swiglu_limit)  # [B*T*k, F]
-        elif config.activation == "swiglu":
-            hidden = swiglu(*jnp.split(hidden, 2, axis=-1))  # [B*T*k, F]
-        else:
-            hidden = relu2(hidden)
-        out = self._experts(hidden, self.w_out[...], plan.group_sizes)
-        if config.use_bias:
-            out = self.bias_out(out, plan.group_sizes)
-        y = combine(out, plan, weights).reshape(x.shape)  # [B, T, D]
+        h = x.astype(self.dtype)
+        if config.d_latent:
+            h = checkpoint_name(self.latent_in(h), "moe_latent")  # [B, T, L]
+        y, counts, overflow = self._routed(h, routing)
+        if config.d_latent:
+            y = self.latent_out(y)  # [B, T, D]
         if config.shared_d_ff:
             shared = self.shared(x)
             if config.shared_gate:
                 gate = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
                 shared = (shared.astype(jnp.float32) * gate).astype(self.dtype)
             y = y + shared
-        return y, router_aux(routing, plan.group_sizes, config, is_real)
-
-    def _experts(self, rows, kernel, group_sizes):
-        return grouped_matmul(
-            rows,
-            kernel.astype(self.dtype),
-            group_sizes,
-            implementation=self.matmul_implementation,
+        load = self.router.load[...] if config.global_balance_loss_coef else None
+        aux = router_aux(
+            routing, counts, config, is_real, load_before=load, overflow=overflow
         )
+        return y, aux
+
+    def _routed(
+        self, h: jax.Array, routing: Routing
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The experts' weighted sum [B, T, L], their counts, and dropped rows."""
+        config = self.config
+        biases = ()
+        if config.use_bias:
+            biases = (self.bias_in.bias[...], self.bias_out.bias[...])
+        experts = ExpertWeights(self.w_in[...], self.w_out[...], *biases)
+        sharding = _expert_sharding(config)
+        if sharding is not None:
+            return sharded_experts(
+                sharding, self.ops, h, routing.weights, routing.expert_ids, experts
+            )
+        plan = sort_dispatch(
+            routing.expert_ids.reshape(-1, config.top_k),
+            config.num_experts,
+            implementation=self.ops.dispatch,
+        )
+        y = routed_experts(
+            self.ops,
+            h.reshape(-1, h.shape[-1]),
+            routing.weights.reshape(-1, config.top_k),
+            plan,
+            experts,
+        )
+        return y.reshape(h.shape), plan.group_sizes, None
+
+
+def _expert_sharding(config: MoEConfig) -> ExpertSharding | None:
+    """How experts lie under the ambient mesh; `None` if they lie beside the tokens."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not config.expert_axis or mesh.empty:
+        return None
+    if mesh.shape.get(config.expert_axis, 1) == 1:
+        return None
+    return ExpertSharding(
+        mesh=mesh,
+        axis=config.expert_axis,
+        batch_axes=tuple(axis for axis in BATCH_AXES if axis in mesh.shape),
+        exchange=config.expert_exchange,
+        capacity=config.expert_capacity,
+    )

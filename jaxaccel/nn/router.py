@@ -12,11 +12,16 @@ from jaxaccel.nn.mlp import check_activation
 
 
 SCORES = ("softmax", "sigmoid", "topk_softmax")
+EXCHANGES = ("auto", "allgather", "all_to_all", "ragged_all_to_all")
 _BALANCE_COUNTS = ("selected", "unbiased")
 
 
 class RouterBias(nnx.Variable):
     """Offsets that steer selection; moved by load, never by a gradient."""
+
+
+class RouterLoad(nnx.Variable):
+    """i32[E], what this step's micro-batches before this one sent to each expert."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,10 @@ class MoEConfig:
       num_experts: E.
       top_k: experts per token k.
       d_ff: hidden width F of each expert.
+      d_latent: width of the space in which the routed experts work; 0 is the model's.
+        Tokens are projected down before they are sent and up once after they are
+        summed; router and shared expert read the model's width (LatentMoE,
+        arXiv:2601.18089).
       activation: "swiglu" or "relu2", as in `MLPConfig`.
       swiglu_limit: of "swiglu", clamps gate and up and makes of them
         (up + 1) * gate * sigmoid(1.702 gate) (gpt-oss); `None` is the plain one.
@@ -50,14 +59,24 @@ class MoEConfig:
         takes each micro-batch as the batch.
       sequence_balance_loss_coef: of the same loss within each row of the batch,
         averaged over rows (DeepSeek-V3, arXiv:2412.19437).
+      global_balance_loss_coef: of the same loss with the counts of all micro-batches
+        of the step so far (Qiu et al., arXiv:2501.11873); without accumulation it is
+        that of `balance_loss_coef`.
       balance_counts: "selected" counts the real selection (DeepSeek); "unbiased" what
         would be selected without bias and groups (Megatron). For the losses only.
       z_loss_coef: of mean(logsumexp(logits)^2) (Zoph et al., arXiv:2202.08906).
+      expert_axis: mesh axis over which experts lie where the ambient mesh has it, one
+        of those that rows lie on; "" computes every expert beside its tokens. See
+        `jaxaccel.nn.expert_parallel`, also for the next two.
+      expert_exchange: how tokens get there, one of `EXCHANGES`.
+      expert_capacity: rows that a device has room for, as a multiple of an even
+        share; what does not fit is dropped and reported. 0 drops nothing.
     """
 
     num_experts: int
     top_k: int
     d_ff: int
+    d_latent: int = 0
     activation: str = "swiglu"
     swiglu_limit: float | None = None
     use_bias: bool = False
@@ -72,8 +91,12 @@ class MoEConfig:
     shared_gate: bool = False
     balance_loss_coef: float = 0.0
     sequence_balance_loss_coef: float = 0.0
+    global_balance_loss_coef: float = 0.0
     balance_counts: str = "selected"
     z_loss_coef: float = 0.0
+    expert_axis: str = ""
+    expert_exchange: str = "auto"
+    expert_capacity: float = 0.0
 
     def __post_init__(self):
         for name in ("num_experts", "d_ff", "num_groups", "group_score_top"):
@@ -87,16 +110,16 @@ class MoEConfig:
                 f"num_experts={self.num_experts}"
             )
         check_activation("MoEConfig", self.activation)
-        if self.score not in SCORES:
-            raise ValueError(
-                f"MoEConfig: score={self.score!r} is unknown, allowed are "
-                f"{', '.join(map(repr, SCORES))}"
-            )
-        if self.balance_counts not in _BALANCE_COUNTS:
-            raise ValueError(
-                f"MoEConfig: balance_counts={self.balance_counts!r} is unknown, "
-                f"allowed are {', '.join(map(repr, _BALANCE_COUNTS))}"
-            )
+        for name, known in (
+            ("score", SCORES),
+            ("balance_counts", _BALANCE_COUNTS),
+            ("expert_exchange", EXCHANGES),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"MoEConfig: {name}={getattr(self, name)!r} is unknown, allowed "
+                    f"are {', '.join(map(repr, known))}"
+                )
         if self.num_experts % self.num_groups:
             raise ValueError(
                 f"MoEConfig: num_experts={self.num_experts} must be a multiple of "
@@ -120,10 +143,13 @@ class MoEConfig:
             )
         for name in (
             "bias_update_rate",
+            "d_latent",
             "shared_d_ff",
             "balance_loss_coef",
             "sequence_balance_loss_coef",
+            "global_balance_loss_coef",
             "z_loss_coef",
+            "expert_capacity",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(
@@ -142,6 +168,12 @@ class MoEConfig:
                 f"MoEConfig: shared_d_ff={self.shared_d_ff} must be 0 with use_bias or "
                 "swiglu_limit, which the shared expert does not have"
             )
+        if self.global_balance_loss_coef and self.balance_counts == "unbiased":
+            raise ValueError(
+                f"MoEConfig: global_balance_loss_coef={self.global_balance_loss_coef} "
+                "needs balance_counts='selected': the running counts are those of the "
+                "real selection"
+            )
         if self.shared_gate and not self.shared_d_ff:
             raise ValueError(
                 "MoEConfig: shared_gate=True needs shared_d_ff above 0, got 0"
@@ -155,10 +187,11 @@ class RouterAux:
 
     Attributes:
       counts: i32[E], tokens sent to each expert.
-      balance_loss: f32[], both balance losses times their coefficients.
+      balance_loss: f32[], the balance losses times their coefficients.
       z_loss: f32[], times its coefficient.
       entropy: f32[], of the shares of the counts in nats; ln(E) is perfect balance.
       max_violation: f32[], load of the fullest expert over the mean load, minus one.
+      overflow: i32[], rows that had no room on their expert's device and were dropped.
     """
 
     counts: jax.Array
@@ -166,6 +199,7 @@ class RouterAux:
     z_loss: jax.Array
     entropy: jax.Array
     max_violation: jax.Array
+    overflow: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -192,6 +226,7 @@ class Router(nnx.Module):
       logit_bias: f32[E], only with `use_bias`; part of the logits, and learned.
       bias: f32[E] `RouterBias`, only with `bias_update_rate` above 0; for selection,
         never in the weights.
+      load: i32[E] `RouterLoad`, only with `global_balance_loss_coef`.
     """
 
     def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs):
@@ -210,6 +245,8 @@ class Router(nnx.Module):
             self.logit_bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
         if config.bias_update_rate > 0:
             self.bias = RouterBias(jnp.zeros((config.num_experts,), jnp.float32))
+        if config.global_balance_loss_coef:
+            self.load = RouterLoad(jnp.zeros((config.num_experts,), jnp.int32))
         self.config = config
 
     def __call__(self, x: jax.Array, is_real: jax.Array | None = None) -> Routing:
@@ -297,6 +334,9 @@ def router_aux(
     counts: jax.Array,
     config: MoEConfig,
     is_real: jax.Array | None = None,
+    *,
+    load_before: jax.Array | None = None,
+    overflow: jax.Array | None = None,
 ) -> RouterAux:
     """Computes the losses and load figures of a routing.
 
@@ -305,6 +345,8 @@ def router_aux(
       counts: i32[E], tokens per expert.
       config: the mixture, with the coefficients.
       is_real: bool[B, T], false on padding; `None` means no padding.
+      load_before: i32[E], counts of the step's earlier micro-batches; `None` is zero.
+      overflow: i32[], dropped rows; `None` is zero.
 
     Returns:
       The report. Losses whose coefficient is zero cost nothing.
@@ -318,17 +360,29 @@ def router_aux(
     zero = jnp.zeros((), jnp.float32)
 
     balance = zero
-    if config.balance_loss_coef or config.sequence_balance_loss_coef:
+    coefs = (
+        config.balance_loss_coef,
+        config.global_balance_loss_coef,
+        config.sequence_balance_loss_coef,
+    )
+    if any(coefs):
         probabilities = _probabilities(routing.logits, config)
         row_mass = jnp.einsum("bte,bt->be", probabilities, real)
         row_counts = _row_counts(routing, config, is_real).astype(jnp.float32)
+        mass = jnp.sum(row_mass, axis=0)
+        load = counts.astype(jnp.float32)
+        if config.balance_counts == "unbiased":
+            load = jnp.sum(row_counts, axis=0)
         if config.balance_loss_coef:
-            load = counts.astype(jnp.float32)
-            if config.balance_counts == "unbiased":
-                load = jnp.sum(row_counts, axis=0)
-            raw = jnp.sum(jnp.sum(row_mass, axis=0) * load)
             norm = config.top_k * jnp.maximum(tokens, 1.0) ** 2
-            balance += config.balance_loss_coef * num_experts * raw / norm
+            raw = num_experts * jnp.sum(mass * load) / norm
+            balance += config.balance_loss_coef * raw
+        if config.global_balance_loss_coef:
+            if load_before is not None:
+                load = load + load_before.astype(jnp.float32)
+            share = load / jnp.maximum(jnp.sum(load), 1.0)
+            raw = num_experts * jnp.sum(mass * share) / jnp.maximum(tokens, 1.0)
+            balance += config.global_balance_loss_coef * raw
         if config.sequence_balance_loss_coef:
             raw = jnp.sum(row_mass * row_counts, axis=1)  # [B]
             norm = config.top_k * jnp.maximum(row_tokens, 1.0) ** 2
@@ -351,6 +405,7 @@ def router_aux(
         z_loss=z_loss,
         entropy=entropy,
         max_violation=jnp.max(share) * num_experts - 1.0,
+        overflow=jnp.zeros((), jnp.int32) if overflow is None else overflow,
     )
 
 

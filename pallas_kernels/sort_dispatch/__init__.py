@@ -4,9 +4,21 @@ from pallas_kernels.sort_dispatch.api import (
     DispatchPlan,
     choose,
     combine,
+    limit_rows,
     permute,
+    row_weights,
+    slot_values,
     sort_dispatch,
 )
 
 
-__all__ = ["DispatchPlan", "choose", "combine", "permute", "sort_dispatch"]
+__all__ = [
+    "DispatchPlan",
+    "choose",
+    "combine",
+    "limit_rows",
+    "permute",
+    "row_weights",
+    "slot_values",
+    "sort_dispatch",
+]

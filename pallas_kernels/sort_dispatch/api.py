@@ -9,10 +9,24 @@ import jax.numpy as jnp
 
 from pallas_kernels._common.dispatch import Choice, Implementation, select
 from pallas_kernels.sort_dispatch import reference, xla
-from pallas_kernels.sort_dispatch.plan import DispatchPlan
+from pallas_kernels.sort_dispatch.plan import (
+    DispatchPlan,
+    limit_rows,
+    row_weights,
+    slot_values,
+)
 
 
-__all__ = ["DispatchPlan", "choose", "combine", "permute", "sort_dispatch"]
+__all__ = [
+    "DispatchPlan",
+    "choose",
+    "combine",
+    "limit_rows",
+    "permute",
+    "row_weights",
+    "slot_values",
+    "sort_dispatch",
+]
 
 _AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sort_dispatch.plan import DispatchPlan
+from pallas_kernels.sort_dispatch.plan import DispatchPlan, row_weights
 
 
 def sort_dispatch(expert_ids: jax.Array, num_experts: int) -> DispatchPlan:
@@ -38,6 +38,8 @@ def _slot_rows(y: jax.Array, plan: DispatchPlan, slot: int) -> jax.Array:
     """f32[T, D]: the row of one slot of each token, 0 where it is not routed."""
     row = plan.row[:, slot]
     routed = row < jnp.sum(plan.group_sizes)
+    # A plan that was cut off has slots whose row is behind the last one.
+    row = jnp.minimum(row, y.shape[0] - 1)
     rows = jnp.asarray(y).at[row].get(mode="promise_in_bounds")
     return jnp.where(routed[:, None], rows.astype(jnp.float32), 0.0)
 
@@ -85,12 +87,7 @@ def _combine_backward(residuals, do):
         ],
         axis=1,
     )
-    # Each row has one slot, so its weight is placed, never added.
-    by_row = jnp.zeros((plan.token.shape[0],), jnp.float32)
-    by_row = by_row.at[plan.row.reshape(-1)].set(
-        weights.reshape(-1), unique_indices=True, mode="promise_in_bounds"
-    )
-    dy = _gather_rows(do32, plan) * by_row[:, None]
+    dy = _gather_rows(do32, plan) * row_weights(plan, weights)[:, None]
     return dy.astype(y.dtype), None, d_weights
 
 
