@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.attention import TileBounds, tile_bounds
+from pallas_kernels.gated_delta_rule import document_starts
 
 
 @jax.tree_util.register_dataclass
@@ -32,10 +37,58 @@ class PackedBatch:
     num_bytes: jax.Array
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionTiles:
+    """The table that kernels of causal attention read in place of segment ids.
+
+    Attributes:
+      window: tokens that a query sees, itself among them; `None` for all.
+      block_q, block_kv: what `pallas_kernels.attention.tiling` says for the head dim.
+    """
+
+    window: int | None
+    block_q: int
+    block_kv: int
+
+    def build(self, meta: PackingMetadata) -> TileBounds:
+        """Makes the table of a batch."""
+        ids = meta.segment_ids if meta.ids_are_given else None
+        batch, time = meta.segment_ids.shape
+        return tile_bounds(
+            batch=batch,
+            time=time,
+            q_segment_ids=ids,
+            kv_segment_ids=ids,
+            causal=True,
+            **dataclasses.asdict(self),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkStarts:
+    """The table that kernels of the gated delta rule read in place of `is_first`.
+
+    Attributes:
+      chunk: tokens per chunk.
+    """
+
+    chunk: int
+
+    def build(self, meta: PackingMetadata) -> jax.Array:
+        """Makes the table of a batch, i32[B, T]."""
+        return document_starts(meta.is_first, self.chunk)
+
+
+PackingTable = AttentionTiles | ChunkStarts
+"""Names a table that an op's kernels read; hashable, and it knows how to build it."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackingMetadata:
     """Where documents begin and end, in the form the layers read.
+
+    It is built once per batch; layers get it whole and derive nothing from it again.
 
     Attributes:
       segment_ids: i32[B, T], documents count from 1 in each row, 0 is padding.
@@ -45,6 +98,9 @@ class PackingMetadata:
         its row: the recurrent state and the convolution window restart there.
       ids_are_given: whether a caller's segments are behind this; false means one
         document per row, so that attention needs no segment comparison.
+      tables: what the kernels of the model's layers read, in the order of `names`;
+        empty where no layer runs such a kernel.
+      names: which tables these are, each once.
     """
 
     segment_ids: jax.Array
@@ -52,6 +108,16 @@ class PackingMetadata:
     is_real: jax.Array
     is_first: jax.Array
     ids_are_given: bool = dataclasses.field(default=True, metadata={"static": True})
+    tables: tuple[Any, ...] = ()
+    names: tuple[PackingTable, ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
+
+    def table(self, name: PackingTable) -> Any:
+        """The table of that name, `None` if it was not built."""
+        if name not in self.names:
+            return None
+        return self.tables[self.names.index(name)]
 
 
 def packing_metadata(
@@ -60,6 +126,7 @@ def packing_metadata(
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     cached_length: jax.Array | None = None,
+    tables: Iterable[PackingTable] = (),
 ) -> PackingMetadata:
     """Builds the metadata of one batch.
 
@@ -71,6 +138,8 @@ def packing_metadata(
       positions: i32[B, T]; `None` counts from the start of each document.
       cached_length: i32[B], tokens of the row's document that a cache already holds;
         the first token of the row then continues that document.
+      tables: those that layers read, see `Decoder.packing_tables`; one that is named
+        several times is built once.
 
     Returns:
       The metadata.
@@ -102,10 +171,13 @@ def packing_metadata(
     if cached_length is not None:
         # A document that the cache has begun goes on; only a fresh one restarts.
         is_first = is_first & (cached_length[:, None] == 0)
-    return PackingMetadata(
+    meta = PackingMetadata(
         segment_ids=segment_ids,
         positions=positions,
         is_real=is_real,
         is_first=is_first,
         ids_are_given=ids_are_given,
     )
+    names = tuple(dict.fromkeys(tables))
+    built = tuple(name.build(meta) for name in names)
+    return dataclasses.replace(meta, tables=built, names=names)

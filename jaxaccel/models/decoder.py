@@ -15,7 +15,11 @@ from jax.typing import DTypeLike
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache
 from jaxaccel.core.offload import offload_scan
-from jaxaccel.data.batch import PackingMetadata, packing_metadata
+from jaxaccel.data.batch import (
+    PackingMetadata,
+    PackingTable,
+    packing_metadata,
+)
 from jaxaccel.models.config import DecoderConfig, RematPolicy
 from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet
@@ -53,7 +57,8 @@ class Block(nnx.Module):
 
     Attributes:
       mixer_norm: RMSNorm.
-      mixer: Attention or GatedDeltaNet.
+      mixer: Attention or GatedDeltaNet; whichever it is, `tables` says what it reads
+        of the `PackingMetadata`.
       mlp_norm: RMSNorm.
       mlp: MLP or MoE.
     """
@@ -220,12 +225,14 @@ class Decoder(nnx.Module):
         batch, time = tokens.shape
         if cache is not None:
             _check_cached_call(time, segments, cache)
-        meta = packing_metadata(
-            (batch, time),
-            segment_ids=segments,
-            positions=positions,
-            cached_length=length,
-        )
+        with jax.named_scope("packing_metadata"):
+            meta = packing_metadata(
+                (batch, time),
+                segment_ids=segments,
+                positions=positions,
+                cached_length=length,
+                tables=self.packing_tables(batch, time, cached=cache is not None),
+            )
         with jax.named_scope("embed"):
             embedded = self.embed(tokens)  # [B, T, D]
         x, layer_caches, aux, states = self._run_layers(
@@ -249,6 +256,27 @@ class Decoder(nnx.Module):
             cache=cache,
             aux=aux,
             hidden_states=hidden_states,
+        )
+
+    def packing_tables(
+        self, batch: int, time: int, *, cached: bool = False
+    ) -> tuple[PackingTable, ...]:
+        """Says what the layers' kernels read of the packing.
+
+        Args:
+          batch, time: B and T of a call.
+          cached: whether it has a cache.
+
+        Returns:
+          The tables for `packing_metadata`, each once however many layers read it;
+          none of an op whose kernels will not run.
+        """
+        return tuple(
+            dict.fromkeys(
+                table
+                for block in self.layers
+                for table in block.mixer.tables(batch, time, cached=cached)
+            )
         )
 
     def unembed(self, x: jax.Array) -> jax.Array:
@@ -320,6 +348,7 @@ class Decoder(nnx.Module):
             (batch, time - 1),
             segment_ids=segments,
             positions=None if positions is None else positions[:, :-1],
+            tables=self.mtp.block.mixer.tables(batch, time - 1),
         )
         with jax.named_scope("mtp"):
             mtp = self.mtp

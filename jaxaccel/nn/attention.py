@@ -12,12 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
-from jaxaccel.data.batch import PackingMetadata
+from jaxaccel.data.batch import AttentionTiles, PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
 from jaxaccel.nn.rope import RopeConfig, apply_rope
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import attention, choose, tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,34 @@ class Attention(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation_of("attention", implementation)
 
+    @property
+    def _tiles(self) -> AttentionTiles:
+        """The table that the kernels read, if it is they that run."""
+        config = self.config
+        return AttentionTiles(window=config.window, **tiling(config.head_dim))
+
+    def tables(
+        self, batch: int, time: int, *, cached: bool = False
+    ) -> tuple[AttentionTiles, ...]:
+        """Says which tables of `PackingMetadata` a call reads.
+
+        Args:
+          batch, time: B and T of the call.
+          cached: whether it has a cache, which no kernel reads.
+
+        Returns:
+          The tables, none where the implementation that will run needs none.
+        """
+        if cached:
+            return ()
+        config = self.config
+        q, k = (
+            jax.ShapeDtypeStruct((batch, time, heads, config.head_dim), self.dtype)
+            for heads in (config.num_heads, config.num_kv_heads)
+        )
+        choice = choose(q, k, k, scale=config.scale, implementation=self.implementation)
+        return (self._tiles,) if choice.implementation == "mosaic" else ()
+
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
         """Makes an empty cache for rows of up to `max_length` tokens."""
         config = self.config
@@ -238,6 +266,7 @@ class Attention(nnx.Module):
             sinks=self.sinks[...] if config.sinks else None,
             logit_cap=config.logit_cap,
             scale=config.scale,
+            bounds=None if cache is not None else meta.table(self._tiles),
             implementation=implementation,
             **where,
         )  # [B, T, H, K]

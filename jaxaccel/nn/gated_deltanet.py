@@ -17,11 +17,12 @@ from jaxaccel.cache.recurrent import (
     RecurrentCache,
     RecurrentCacheOfLayer,
 )
-from jaxaccel.data.batch import PackingMetadata
+from jaxaccel.data.batch import ChunkStarts, PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm, l2_normalize
 from pallas_kernels.causal_conv1d import causal_conv1d
+from pallas_kernels.gated_delta_rule import choose as choose_rule
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_step import (
     Layer,
@@ -194,6 +195,40 @@ class GatedDeltaNet(nnx.Module):
         exact = self.step_implementation == "reference"
         self.verify_implementation: Any = "reference" if exact else None
 
+    @property
+    def _starts(self) -> ChunkStarts:
+        """The table that the rule's kernels read, if it is they that run."""
+        return ChunkStarts(chunk=self.config.chunk_size)
+
+    def tables(
+        self, batch: int, time: int, *, cached: bool = False
+    ) -> tuple[ChunkStarts, ...]:
+        """Says which tables of `PackingMetadata` a call reads.
+
+        Args:
+          batch, time: B and T of the call.
+          cached: whether it has a cache; one token is then a step of decoding.
+
+        Returns:
+          The tables, none where the implementation that will run needs none.
+        """
+        if cached and time == 1:
+            return ()
+        config = self.config
+        q, v = (
+            jax.ShapeDtypeStruct((batch, time, heads, dim), self.dtype)
+            for heads, dim in (
+                (config.num_key_heads, config.key_dim),
+                (config.num_value_heads, config.value_dim),
+            )
+        )
+        choice = choose_rule(
+            *(q, q, v),
+            chunk_size=config.chunk_size,
+            implementation=self.rule_implementation,
+        )
+        return (self._starts,) if choice.implementation == "mosaic" else ()
+
     def init_cache(
         self, batch: int, max_length: int, dtype: DTypeLike
     ) -> RecurrentCache:
@@ -266,15 +301,16 @@ class GatedDeltaNet(nnx.Module):
         restarts = meta.ids_are_given or cache is not None
         qkv = checkpoint_name(self.qkv_proj(x), "gdn_qkv")  # [B, T, C]
         g, beta = self.gates(x, meta)
-        qkv, conv = causal_conv1d(
-            qkv,
-            self.conv_kernel[...].astype(qkv.dtype),
-            is_first=meta.is_first if restarts else None,
-            is_real=meta.is_real if meta.ids_are_given else None,
-            initial_state=None if cache is None else cache.conv.astype(qkv.dtype),
-            activation="silu",
-            implementation=self.conv_implementation,
-        )
+        with jax.named_scope("conv"):
+            qkv, conv = causal_conv1d(
+                qkv,
+                self.conv_kernel[...].astype(qkv.dtype),
+                is_first=meta.is_first if restarts else None,
+                is_real=meta.is_real if meta.ids_are_given else None,
+                initial_state=None if cache is None else cache.conv.astype(qkv.dtype),
+                activation="silu",
+                implementation=self.conv_implementation,
+            )
         d_key = config.num_key_heads * config.key_dim
         q, k, v = jnp.split(qkv, (d_key, 2 * d_key), axis=-1)
         key_heads = (batch, time, config.num_key_heads, config.key_dim)
@@ -283,13 +319,15 @@ class GatedDeltaNet(nnx.Module):
         value_heads = (batch, time, config.num_value_heads, config.value_dim)
         v = v.reshape(value_heads)  # [B, T, Hv, V]
         state = None if cache is None else cache.state.astype(jnp.float32)
+        starts = meta.table(self._starts)
         o, state = gated_delta_rule(
             q,
             k,
             v,
             g,
             beta,
-            is_first=meta.is_first if restarts else None,
+            is_first=meta.is_first if restarts and starts is None else None,
+            starts=starts,
             initial_state=state,
             chunk_size=config.chunk_size,
             implementation=self.rule_implementation,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from sequence_checks import T, only, same, shift
 
-from jaxaccel.data.batch import packing_metadata
+from jaxaccel.data.batch import AttentionTiles, ChunkStarts, packing_metadata
 from jaxaccel.models.config import DecoderConfig, RematPolicy
 from jaxaccel.models.decoder import Decoder, init_decoder
 from jaxaccel.nn.attention import AttentionConfig
@@ -228,37 +228,6 @@ def test_hidden_states_are_those_of_an_unrolled_loop(decoder, tokens, packed_who
     _same(states, (*seen[:-1], model.final_norm(x)))
 
 
-def _integer_scans(jaxpr, inside=False):
-    """Names of cumulative integer primitives on [B, T] within the layers' scan."""
-    found = []
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if inside and name.startswith("cum"):
-            aval = equation.invars[0].aval
-            if aval.shape == (2, T) and jnp.issubdtype(aval.dtype, jnp.integer):
-                found.append(name)
-        for parameter in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
-        ):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                found += _integer_scans(inner, inside or name == "scan")
-    return found
-
-
-def test_no_layer_derives_the_metadata_again(tokens):
-    # Attention alone: the convolution's op numbers documents for itself.
-    graphdef, state = _parts(_config(pattern=("attention",)))
-    ids = jnp.ones((2, T), jnp.int32)
-
-    def forward(state, tokens, segments):
-        return nnx.merge(graphdef, state)(tokens, segments).logits
-
-    jaxpr = jax.make_jaxpr(forward)(state, tokens, ids).jaxpr
-    assert _integer_scans(jaxpr) == []
-    assert "cummax" in str(jaxpr)
-
-
 @pytest.fixture(scope="module")
 def short(tokens):
     """Tokens and segments of two rows with two and three documents."""
@@ -324,9 +293,9 @@ def test_prediction_head_reads_no_other_document(mixture, short):
 
 @pytest.fixture(scope="module")
 def gradients(short):
-    """policy -> gradients of a two-layer model with random parameters."""
+    """(policy, tables) -> gradients of a two-layer model with random parameters."""
 
-    def compute(policy):
+    def compute(policy, *tables):
         graphdef, state = _parts(
             _config(pattern=("attention",), num_layers=2, remat_policy=policy)
         )
@@ -336,7 +305,9 @@ def gradients(short):
         def run(state):
             return jnp.mean(nnx.merge(graphdef, state)(*short).logits ** 2)
 
-        return run(state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "packing_tables", lambda *sizes, cached: tables)
+            return run(state)
 
     return compute
 
@@ -362,7 +333,12 @@ def test_every_parameter_of_every_layer_gets_a_gradient(kept_whole):
     ],
 )
 def test_rematerialisation_changes_no_gradient(kept_whole, gradients, policy):
-    _same(gradients(policy), kept_whole, atol=1e-4)
+    # Tables for kernels pass through each policy as constants of its scan.
+    tables = (
+        AttentionTiles(window=None, block_q=128, block_kv=64),
+        ChunkStarts(chunk=64),
+    )
+    _same(gradients(policy, *tables), kept_whole, atol=1e-4)
 
 
 @pytest.mark.parametrize(("policy", "copies"), [("offload", 2), ("remat", 0)])
