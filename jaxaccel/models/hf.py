@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.decoder import Decoder
+from jaxaccel.models.gpt_oss import GptOssConfig
 from jaxaccel.models.hf_config import read_config
 from jaxaccel.models.names import Entry, Region, stored_shape
+from jaxaccel.models.quantized import DequantizingReader, Reader
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.qwen3_next import Qwen3NextConfig
 from jaxaccel.models.qwen_hybrid import QwenHybridConfig
@@ -32,13 +34,16 @@ from jaxaccel.nn.router import MoEConfig
 
 _LOG = logging.getLogger(__name__)
 
-FAMILIES: dict[str, type[QwenHybridConfig]] = {
-    family.MODEL_TYPE: family for family in (Qwen3NextConfig, Qwen3_5TextConfig)
+type FamilyConfig = QwenHybridConfig | GptOssConfig
+
+FAMILIES: dict[str, type[QwenHybridConfig] | type[GptOssConfig]] = {
+    family.MODEL_TYPE: family
+    for family in (Qwen3NextConfig, Qwen3_5TextConfig, GptOssConfig)
 }
 _HEAD = "lm_head.weight"
 
 
-def model_config(raw: Mapping[str, Any]) -> QwenHybridConfig:
+def model_config(raw: Mapping[str, Any]) -> FamilyConfig:
     """The config of the family that a parsed config.json names.
 
     Raises:
@@ -53,14 +58,17 @@ def model_config(raw: Mapping[str, Any]) -> QwenHybridConfig:
     return FAMILIES[model_type].from_hf(raw)
 
 
-def family_config(config: DecoderConfig) -> QwenHybridConfig:
+def family_config(config: DecoderConfig) -> FamilyConfig:
     """The config of the family whose checkpoints can hold `config`.
 
     Raises:
       ValueError: none can; the message names what they cannot say.
     """
-    family = Qwen3NextConfig if isinstance(config.mlp, MoEConfig) else Qwen3_5TextConfig
-    return family.from_decoder(config)
+    if not isinstance(config.mlp, MoEConfig):
+        return Qwen3_5TextConfig.from_decoder(config)
+    if config.gdn is None:
+        return GptOssConfig.from_decoder(config)
+    return Qwen3NextConfig.from_decoder(config)
 
 
 def load_pretrained(
@@ -75,7 +83,8 @@ def load_pretrained(
 
     Args:
       folder: has config.json and safetensors, in one file or in shards with an index;
-        a prediction block (`mtp.*`) is loaded where the tensors are there.
+        a prediction block (`mtp.*`) is loaded where the tensors are there. Experts in
+        MXFP4 (`*_blocks`, `*_scales`) become bfloat16, which holds them exactly.
       dtype: of computation and parameters; those that the model keeps in f32 (decay,
         router) are f32 under any. `None` takes the dtypes of the files.
       implementation: of the ops, see `DecoderConfig`.
@@ -88,7 +97,7 @@ def load_pretrained(
       ValueError: names are missing or unexpected, or shapes differ; all are listed.
       NotImplementedError: the config asks for what no model here computes.
     """
-    reader = CheckpointReader(folder)
+    reader = DequantizingReader(CheckpointReader(folder))
     config = _config_of(folder, reader)
     config = dataclasses.replace(config, implementation=implementation)
     if dtype is not None:
@@ -128,7 +137,8 @@ def save_pretrained(
     """Writes a checkpoint folder that `load_pretrained` and transformers read.
 
     A model loaded with `dtype=None` and left alone gives back the names, dtypes and
-    bytes of every tensor. The prediction block goes into the same files.
+    bytes of every tensor; one that was stored in MXFP4 is saved as the bfloat16 that
+    it was loaded as. The prediction block goes into the same files.
 
     Args:
       model: any decoder that one of `FAMILIES` can express.
@@ -152,7 +162,7 @@ def save_pretrained(
 
 
 def checkpoint_tensors(
-    config: QwenHybridConfig, state: nnx.State
+    config: FamilyConfig, state: nnx.State
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Gives the tensors of a state under their names in a checkpoint.
 
@@ -167,15 +177,15 @@ def checkpoint_tensors(
         yield source.name, source.make()
 
 
-def _config_of(
-    folder: str | os.PathLike[str], reader: CheckpointReader
-) -> QwenHybridConfig:
+def _config_of(folder: str | os.PathLike[str], reader: Reader) -> FamilyConfig:
     raw = read_config(folder)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         embedding = reader.specs.get("model.embed_tokens.weight")
         if embedding is not None:
             raw = {**raw, "dtype": embedding.dtype.name}
     config = model_config(raw)
+    if not isinstance(config, QwenHybridConfig):
+        return config
     # The files decide: transformers drops the block's tensors and keeps its key, and
     # hub checkpoints of Qwen3-Next have the tensors and no key.
     found = int(any(name.startswith("mtp.") for name in reader.specs))
@@ -204,7 +214,7 @@ def _sources(entries: list[Entry]) -> dict[str, list[tuple[Entry, int]]]:
 def _check(
     entries: list[Entry],
     variables: Mapping[str, nnx.Variable],
-    reader: CheckpointReader,
+    reader: Reader,
     *,
     tied: bool,
 ) -> None:
@@ -234,9 +244,7 @@ def _check(
         )
 
 
-def _stored_dtype(
-    sources: list[tuple[Entry, int]], reader: CheckpointReader
-) -> np.dtype:
+def _stored_dtype(sources: list[tuple[Entry, int]], reader: Reader) -> np.dtype:
     dtypes = {reader.specs[entry.name].dtype for entry, _ in sources}
     found = dtypes.pop()
     for other in dtypes:
@@ -258,7 +266,7 @@ def _assemble(
     shape: tuple[int, ...],
     dtype: np.dtype,
     sources: list[tuple[Entry, int]],
-    reader: CheckpointReader,
+    reader: Reader,
 ) -> np.ndarray:
     """Reads one parameter, all layers and experts of it."""
     whole = np.empty(shape, dtype)
@@ -268,7 +276,7 @@ def _assemble(
     return whole
 
 
-def _tensor_sources(config: QwenHybridConfig, state: nnx.State) -> list[TensorSource]:
+def _tensor_sources(config: FamilyConfig, state: nnx.State) -> list[TensorSource]:
     variables = _variables(state)
     shapes = {path: variable.get_value().shape for path, variable in variables.items()}
     host = _HostCopies(variables)

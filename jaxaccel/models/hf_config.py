@@ -9,12 +9,15 @@ model here can do, and reports keys nobody asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jaxaccel.nn.rope import YarnScaling
 
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +48,17 @@ _LAYER_KINDS = {
     "mamba": "gdn",
     "attention": "attention",
 }
-_STORED_KINDS = {"gdn": "linear_attention", "attention": "full_attention"}
+_STORED_KINDS = {
+    "gdn": "linear_attention",
+    "attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+}
+# The parameters of each rope type, as transformers names them.
+_ROPE_KEYS = {"rope_type", "type", "rope_theta"}
+_YARN_KEYS = {
+    *("factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "truncate"),
+}
 _MISSING = object()
 
 
@@ -147,29 +160,72 @@ class HFConfig:
           NotImplementedError: a rope type other than the default one.
           ValueError: no theta anywhere.
         """
-        grouped = self.take("rope_parameters", {})
-        scaling = self.take("rope_scaling", {})
-        for source in (grouped, scaling):
-            kind = source.get("rope_type", source.get("type", "default"))
-            if kind != "default":
-                raise NotImplementedError(
-                    f"config.json has rope_type={kind!r}, supported: ['default']"
-                )
         # The sections of multi-axis RoPE carry equal positions on text, where it is
         # the plain one; these two keys then change nothing.
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        known |= {"mrope_section", "mrope_interleaved"}
-        unknown = sorted((set(grouped) | set(scaling)) - known)
-        if unknown:
-            raise NotImplementedError(f"config.json has rope parameters {unknown}")
-        theta = grouped.get("rope_theta", self.take("rope_theta", default_theta))
-        if theta is None:
-            raise ValueError("config.json lacks 'rope_theta' and 'rope_parameters'")
-        fraction = grouped.get(
+        known = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+        _, found = self._rope_parameters({"default": known})
+        fraction = found.get(
             "partial_rotary_factor",
             self.take("partial_rotary_factor", default_fraction),
         )
-        return float(theta), float(fraction)
+        return self._rope_theta(found, default_theta), float(fraction)
+
+    def yarn(
+        self, *, default_theta: float | None = None
+    ) -> tuple[float, YarnScaling | None]:
+        """Returns (theta, the scaling of long contexts, `None` for none).
+
+        Args:
+          default_theta: what an absent `rope_theta` means; `None` makes it an error.
+
+        Raises:
+          NotImplementedError: a rope type other than the default one and YaRN.
+          ValueError: no theta, factor or original length anywhere, or bad values.
+        """
+        kind, found = self._rope_parameters({"default": set(), "yarn": _YARN_KEYS})
+        theta = self._rope_theta(found, default_theta)
+        # An older name of the same length, beside the one inside the parameters.
+        length = self.take("initial_context_length", None)
+        if kind == "default":
+            return theta, None
+        length = found.get("original_max_position_embeddings", length)
+        if length is None or "factor" not in found:
+            raise ValueError(
+                "config.json has rope_type='yarn' and lacks its 'factor' or "
+                "'original_max_position_embeddings'"
+            )
+        return theta, YarnScaling(
+            factor=float(found["factor"]),
+            original_max_position=length,
+            beta_fast=float(found.get("beta_fast", 32.0)),
+            beta_slow=float(found.get("beta_slow", 1.0)),
+            truncate=found.get("truncate", True),
+        )
+
+    def _rope_parameters(
+        self, kinds: Mapping[str, set[str]]
+    ) -> tuple[str, dict[str, Any]]:
+        """The rope type, one of `kinds`, and its parameters from either spelling."""
+        grouped = self.take("rope_parameters", {})
+        scaling = self.take("rope_scaling", {})
+        found = {**scaling, **grouped}
+        kind = "default"
+        for source in (grouped, scaling):
+            kind = source.get("rope_type", source.get("type", kind))
+            if kind not in kinds:
+                raise NotImplementedError(
+                    f"config.json has rope_type={kind!r}, supported: {list(kinds)}"
+                )
+        unknown = sorted(set(found) - kinds[kind] - _ROPE_KEYS)
+        if unknown:
+            raise NotImplementedError(f"config.json has rope parameters {unknown}")
+        return kind, found
+
+    def _rope_theta(self, found: Mapping[str, Any], default: float | None) -> float:
+        theta = found.get("rope_theta", self.take("rope_theta", default))
+        if theta is None:
+            raise ValueError("config.json lacks 'rope_theta' and 'rope_parameters'")
+        return float(theta)
 
     def layer_kinds(self, num_layers: int, *, default_interval: int) -> tuple[str, ...]:
         """The kind of each layer, `gdn` or `attention`, from either spelling.
@@ -184,7 +240,7 @@ class HFConfig:
         Raises:
           ValueError: an unknown word or a wrong count.
         """
-        listed = self.take("layer_types", None)
+        listed = self.layer_types(num_layers, _LAYER_KINDS)
         interval = self.take("full_attention_interval", None)
         if listed is None:
             step = default_interval if interval is None else interval
@@ -193,22 +249,62 @@ class HFConfig:
             return tuple(
                 "attention" if (i + 1) % step == 0 else "gdn" for i in range(num_layers)
             )
-        unknown = sorted(set(listed) - set(_LAYER_KINDS))
+        return listed
+
+    def layer_types(
+        self, num_layers: int, words: Mapping[str, str]
+    ) -> tuple[str, ...] | None:
+        """The mixer of each layer as `layer_types` lists them; `None` without a list.
+
+        Args:
+          num_layers: how many are expected.
+          words: what the file may say -> our name of it.
+
+        Raises:
+          ValueError: an unknown word or a wrong count.
+        """
+        listed = self.take("layer_types", None)
+        if listed is None:
+            return None
+        unknown = sorted(set(listed) - set(words))
         if unknown:
             raise ValueError(
-                f"layer_types has {unknown}, expected words of {sorted(_LAYER_KINDS)}"
+                f"layer_types has {unknown}, expected words of {sorted(words)}"
             )
         if len(listed) != num_layers:
             raise ValueError(
                 f"layer_types has {len(listed)} layers, num_hidden_layers={num_layers}"
             )
-        return tuple(_LAYER_KINDS[word] for word in listed)
+        return tuple(words[word] for word in listed)
 
     def report_unknown(self) -> None:
         """Logs one warning that lists the keys that nothing has read."""
         unknown = sorted(set(self._raw) - self._asked - _IRRELEVANT)
         if unknown:
             _LOG.warning("config.json has keys that are not understood: %s", unknown)
+
+
+def differences(kept: Any, wanted: Any) -> list[str]:
+    """What a checkpoint's config lost of a model's.
+
+    Args:
+      kept: the config as the checkpoint would say it, a dataclass.
+      wanted: the model's, of the same class.
+
+    Returns:
+      `field=value` of `wanted` for each difference, `field.inner=value` where both
+      have a dataclass of one class in the field.
+    """
+    found = []
+    for field in dataclasses.fields(wanted):
+        ours, value = getattr(kept, field.name), getattr(wanted, field.name)
+        if ours == value:
+            continue
+        if dataclasses.is_dataclass(value) and type(ours) is type(value):
+            found += [f"{field.name}.{line}" for line in differences(ours, value)]
+        else:
+            found.append(f"{field.name}={value!r}")
+    return found
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:

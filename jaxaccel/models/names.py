@@ -104,6 +104,19 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """Two projections whose columns are stored in turn, held one after the other."""
+
+    def load(self, stored: np.ndarray) -> Arrays:
+        pairs = stored.reshape(*stored.shape[:-1], -1, 2)
+        return (pairs.swapaxes(-1, -2).reshape(stored.shape),)
+
+    def save(self, pieces: Arrays) -> np.ndarray:
+        halves = pieces[0].reshape(*pieces[0].shape[:-1], 2, -1)
+        return halves.swapaxes(-1, -2).reshape(pieces[0].shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """A region of one of our parameters.
 
