@@ -10,6 +10,7 @@ _COMMANDS = {
     "decode": "decoding made fast in steps, each against the bandwidth limit",
     "ablation": "train configs that differ in one thing, over seeds",
     "offload": "layer inputs in device or host memory, a stack's gradients",
+    "packing": "metadata once or in every layer; packed rows against padded ones",
     "render": "write the README's tables from experiments/results/",
 }
 
