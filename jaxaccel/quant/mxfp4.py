@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike
 
 BLOCK_SIZE = 32  # elements that share a scale
 _BLOCK_BYTES = BLOCK_SIZE // 2
+_PIECE = 1 << 15  # blocks
 _DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 
 
@@ -52,10 +53,16 @@ def dequantize(
             f"{(*scales.shape, _BLOCK_BYTES)} by the scales"
         )
     table = _pairs(dtype)
-    # The scale above, the two elements below: one look-up finds both products.
-    index = (scales.astype(np.uint16) << 8)[..., None] | blocks  # [..., n, 16]
+    found = np.empty((scales.size, _BLOCK_BYTES), table.dtype)
+    flat_blocks, flat_scales = blocks.reshape(found.shape), scales.reshape(-1, 1)
+    # In pieces, because the indices take four times the room of the result.
+    for start in range(0, scales.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        # The scale above, the two elements below: one look-up finds both products.
+        index = (flat_scales[piece].astype(np.uint16) << 8) | flat_blocks[piece]
+        found[piece] = table[index]
     shape = (*scales.shape[:-1], scales.shape[-1] * BLOCK_SIZE)
-    return table[index].view(dtype).reshape(shape)
+    return found.view(dtype).reshape(shape)
 
 
 def _elements(code: np.ndarray) -> np.ndarray:
