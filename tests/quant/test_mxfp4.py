@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxaccel.quant import mxfp4
 from jaxaccel.quant.mxfp4 import dequantize
 
 
@@ -67,6 +68,13 @@ def test_low_bits_come_first_and_blocks_stand_side_by_side():
     want = np.zeros((1, 64))
     want[0, [2, 3, 63]] = [1.0, 6.0, -8.0]
     np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
+def test_pieces_join_without_a_seam(monkeypatch):
+    _, blocks, scales = every_block()
+    whole = dequantize(blocks, scales)
+    monkeypatch.setattr(mxfp4, "_PIECE", 7)
+    same_bits(dequantize(blocks, scales), whole)
 
 
 def test_stored_vector_of_transformers():
