@@ -1,0 +1,210 @@
+"""Ways to send tokens through experts, as functions of the same arguments.
+
+Each maps (h, weights, ids, w_in, w_out) to the tokens' weighted sums, nothing dropped:
+
+- "loop": expert by expert over all tokens, the others' weight set to 0. Work grows
+  with the number of experts.
+- "one_hot": a table [tokens, experts, places] says who sits where, and two einsums with
+  it move the tokens (Lepikhin et al., GShard, arXiv 2006.16668). Memory grows with it.
+- "sort": this project's, one sort and grouped products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
+from jaxaccel.nn.mlp import relu2, swiglu
+from pallas_kernels._common.bench import assert_close_on_device
+from pallas_kernels.sort_dispatch import sort_dispatch
+
+
+RESULTS = ("y", "dh", "dweights", "dw_in", "dw_out")
+TOLERANCE = 2e-2
+"""Largest relative error of a result, and of each expert's part of it, in 16 bits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """One workload.
+
+    Attributes:
+      tokens, slots, experts, width, d_ff: T, k, E, D, F.
+      activation: "swiglu" or "relu2".
+      dtype: of tokens and experts.
+    """
+
+    tokens: int
+    slots: int
+    experts: int
+    width: int
+    d_ff: int
+    activation: str = "swiglu"
+    dtype: str = "bfloat16"
+
+    @property
+    def workload(self) -> str:
+        """The name of a row."""
+        return (
+            f"E{self.experts} k{self.slots} T{self.tokens} D{self.width} F{self.d_ff} "
+            f"{self.activation}"
+        )
+
+    @property
+    def flops(self) -> int:
+        """Of the routed products, forward."""
+        matrices = 3 if self.activation == "swiglu" else 2
+        return 2 * self.tokens * self.slots * matrices * self.width * self.d_ff
+
+    def arguments(self, seed: int = 0) -> tuple[jax.Array, ...]:
+        """h, weights, ids, w_in, w_out and a cotangent; drawn on the device."""
+
+        @jax.jit
+        def draw(key):
+            keys = jax.random.split(key, 6)
+            shape = (self.tokens, self.width)
+            scores = jax.random.uniform(keys[0], (self.tokens, self.experts))
+            _, ids = jax.lax.top_k(scores, self.slots)
+            weights = jax.random.uniform(keys[1], (self.tokens, self.slots))
+            twice = 2 if self.activation == "swiglu" else 1
+            shapes = (
+                (self.experts, self.width, twice * self.d_ff),
+                (self.experts, self.d_ff, self.width),
+            )
+            w_in, w_out = (
+                jax.random.normal(k, s, self.dtype) * s[1] ** -0.5
+                for k, s in zip(keys[2:4], shapes, strict=True)
+            )
+            h, dy = (jax.random.normal(k, shape, self.dtype) for k in keys[4:])
+            return h, weights, ids.astype(jnp.int32), w_in, w_out, dy
+
+        return draw(jax.random.key(seed))
+
+    def activate(self, z: jax.Array) -> jax.Array:
+        """[..., F] from the first product."""
+        if self.activation == "swiglu":
+            return swiglu(*jnp.split(z, 2, axis=-1))
+        return relu2(z)
+
+
+Rival = Callable[..., jax.Array]
+
+
+def loop(sizes: Sizes, *, checkpoint: bool = False) -> Rival:
+    """See the module; `checkpoint` keeps nothing of an expert for the backward."""
+
+    def run(h, weights, ids, w_in, w_out):
+        def expert(total, own):
+            index, w_in, w_out = own
+            mine = jnp.sum(jnp.where(ids == index, weights, 0.0), axis=1)  # [T]
+            precision = _precision(h.dtype)
+            z = jnp.matmul(h, w_in.astype(h.dtype), precision=precision)
+            y = jnp.matmul(
+                sizes.activate(z), w_out.astype(h.dtype), precision=precision
+            )
+            return total + mine[:, None] * y.astype(jnp.float32), None
+
+        body = jax.checkpoint(expert) if checkpoint else expert
+        indices = jnp.arange(w_in.shape[0], dtype=jnp.int32)
+        total = jnp.zeros(h.shape, jnp.float32)
+        total, _ = jax.lax.scan(body, total, (indices, w_in, w_out))
+        return total.astype(h.dtype)
+
+    return run
+
+
+def _precision(dtype: Any) -> jax.lax.Precision:
+    # Without HIGHEST a GPU multiplies f32 operands as tf32.
+    is_f32 = dtype == jnp.float32
+    return jax.lax.Precision.HIGHEST if is_f32 else jax.lax.Precision.DEFAULT
+
+
+def one_hot(sizes: Sizes, capacity: int) -> Rival:
+    """See the module; each expert has `capacity` places."""
+
+    def run(h, weights, ids, w_in, w_out):
+        chosen = ids[:, :, None] == jnp.arange(sizes.experts)[None, None, :]
+        flat = chosen.reshape(-1, sizes.experts).astype(jnp.int32)  # [T k, E]
+        before = (jnp.cumsum(flat, axis=0) - flat).reshape(chosen.shape)
+        place = jnp.sum(jnp.where(chosen, before, 0), axis=2)  # [T, k]
+        sits = place[:, :, None] == jnp.arange(capacity)[None, None, :]  # [T, k, C]
+        expert, sits = chosen.astype(h.dtype), sits.astype(h.dtype)
+        table = jnp.einsum("tke,tkc->tec", expert, sits)
+        weighted = jnp.einsum("tke,tkc,tk->tec", expert, sits, weights.astype(h.dtype))
+        rows = jnp.einsum("tec,td->ecd", table, h)
+        z = jnp.einsum("ecd,edf->ecf", rows, w_in)
+        y = jnp.einsum("ecf,efd->ecd", sizes.activate(z), w_out)
+        return jnp.einsum("tec,ecd->td", weighted, y)
+
+    return run
+
+
+def sort(sizes: Sizes, implementation: Any) -> Rival:
+    """See the module; `implementation` is that of `grouped_matmul`."""
+    ops = ExpertOps(
+        activation=sizes.activation,
+        dtype=jnp.dtype(sizes.dtype),
+        matmul=implementation,
+    )
+
+    def run(h, weights, ids, w_in, w_out):
+        plan = sort_dispatch(ids, sizes.experts)
+        return routed_experts(ops, h, weights, plan, ExpertWeights(w_in, w_out))
+
+    return run
+
+
+def capacity_of(sizes: Sizes, ids: jax.Array) -> int:
+    """Places that the fullest expert needs, rounded up to 8."""
+    fullest = np.bincount(np.asarray(ids).reshape(-1), minlength=sizes.experts).max()
+    return -(-int(fullest) // 8) * 8
+
+
+def with_gradients(rival: Rival) -> Callable[..., tuple[jax.Array, ...]]:
+    """(h, weights, ids, w_in, w_out, dy) -> the `RESULTS`."""
+
+    def run(h, weights, ids, w_in, w_out, dy):
+        y, pull = jax.vjp(
+            lambda h, weights, w_in, w_out: rival(h, weights, ids, w_in, w_out),
+            *(h, weights, w_in, w_out),
+        )
+        return y, *pull(dy)
+
+    return run
+
+
+def only_forward(rival: Rival) -> Callable[..., tuple[jax.Array, ...]]:
+    """(h, weights, ids, w_in, w_out, dy) -> (y,)."""
+
+    def run(h, weights, ids, w_in, w_out, dy):
+        del dy
+        return (rival(h, weights, ids, w_in, w_out),)
+
+    return run
+
+
+def expected(sizes: Sizes, args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The `RESULTS` of the loop in f32; gradients of parameters in their dtype."""
+    h, weights, ids, w_in, w_out, dy = args
+    run = jax.jit(with_gradients(loop(sizes, checkpoint=True)))
+    f32 = jnp.float32
+    return run(h.astype(f32), weights, ids, w_in, w_out, dy.astype(f32))
+
+
+def wrong(got: tuple[jax.Array, ...], want: tuple[jax.Array, ...]) -> str | None:
+    """What is wrong with results, `None` if nothing is; as many as there are.
+
+    Gradients of experts are compared expert by expert, too.
+    """
+    try:
+        for name, a, b in zip(RESULTS, got, want, strict=False):
+            assert_close_on_device(a, b, rel=TOLERANCE, name=name)
+    except AssertionError as error:
+        return str(error)
+    return None
