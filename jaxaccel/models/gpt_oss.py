@@ -42,6 +42,11 @@ _SIZE_KEYS = {
     "experts_per_token": "num_experts_per_tok",
     "d_expert": "intermediate_size",
 }
+# Fields of training and placement that we share with `MoEConfig`.
+_MOE_FIELDS = (
+    *("balance_loss_coef", "sequence_balance_loss_coef", "balance_counts"),
+    *("z_loss_coef", "expert_axis", "expert_exchange", "expert_capacity"),
+)
 # What the two published models differ in.
 _PUBLISHED: Mapping[str, Mapping[str, int]] = {
     "20b": {"num_layers": 24, "num_experts": 32},
@@ -77,6 +82,10 @@ class GptOssConfig:
       sequence_balance_loss_coef: the same within each row of the batch.
       balance_counts: what those losses count, see `MoEConfig`.
       z_loss_coef: coefficient of the router's z loss.
+      expert_axis: mesh axis over which experts lie, see `MoEConfig`, and so the next
+        two; a checkpoint has none of the three.
+      expert_exchange: how tokens get to their experts' devices.
+      expert_capacity: rows that a device has room for.
       norm_eps: of every norm.
       tie_embeddings: the output layer is the embedding table.
       dtype: dtype of the computation.
@@ -110,6 +119,9 @@ class GptOssConfig:
     sequence_balance_loss_coef: float = 0.0
     balance_counts: str = "selected"
     z_loss_coef: float = 0.0
+    expert_axis: str = ""
+    expert_exchange: str = "auto"
+    expert_capacity: float = 0.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     dtype: str = "bfloat16"
@@ -281,10 +293,7 @@ class GptOssConfig:
                 swiglu_limit=self.swiglu_limit,
                 use_bias=True,
                 score="topk_softmax",
-                balance_loss_coef=self.balance_loss_coef,
-                sequence_balance_loss_coef=self.sequence_balance_loss_coef,
-                balance_counts=self.balance_counts,
-                z_loss_coef=self.z_loss_coef,
+                **{name: getattr(self, name) for name in _MOE_FIELDS},
             ),
             norm_eps=self.norm_eps,
             tie_embeddings=self.tie_embeddings,
@@ -337,10 +346,7 @@ class GptOssConfig:
             experts_per_token=mlp.top_k,
             d_expert=mlp.d_ff,
             swiglu_limit=mlp.swiglu_limit,
-            balance_loss_coef=mlp.balance_loss_coef,
-            sequence_balance_loss_coef=mlp.sequence_balance_loss_coef,
-            balance_counts=mlp.balance_counts,
-            z_loss_coef=mlp.z_loss_coef,
+            **{name: getattr(mlp, name) for name in _MOE_FIELDS},
             norm_eps=config.norm_eps,
             tie_embeddings=config.tie_embeddings,
             dtype=config.dtype,

@@ -74,6 +74,10 @@ def test_spellings_agree(caplog):
 def test_round_trips(config):
     assert family_config(config.decoder()) == config
     assert model_config(json.loads(json.dumps(config.to_hf()))) == config
+    placed = dataclasses.replace(config, expert_axis="fsdp", z_loss_coef=1e-3)
+    assert family_config(placed.decoder()) == placed
+    # How a model is trained is no part of a file.
+    assert model_config(placed.to_hf()) == config
 
 
 @pytest.mark.parametrize(
