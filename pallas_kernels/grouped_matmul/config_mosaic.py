@@ -22,6 +22,7 @@ BARRIER_BYTES = 1024
 REGISTERS = (232, 232, 40)
 
 SPLITS = ("rows", "columns", "tiles")
+SHORT = (8, 16, 32)  # rows that a tile may have although a wgmma multiplies 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,9 @@ class Tile:
 
     Attributes:
       block_m, block_n: rows and columns of the result that a block computes at a
-        time.
+        time. Of y and dx, a tile of 8, 16 or 32 rows is multiplied as 64, of which
+        the others are neither read nor written: for decoding, where that many are
+        an expert's.
       stages: pieces of the summed axis in shared memory.
       split: what the two computing warpgroups share out: the "rows" of a tile, its
         "columns", or whole "tiles" in turn, so that one computes while the other
@@ -79,9 +82,19 @@ class Tile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of the result that a warpgroup has at a time."""
         return (
-            self.block_m // (COMPUTING if self.split == "rows" else 1),
+            self.piece_rows // (COMPUTING if self.split == "rows" else 1),
             self.block_n // (COMPUTING if self.split == "columns" else 1),
         )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the tile has fewer rows than are multiplied."""
+        return self.block_m in SHORT
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows of a tile that shared memory has room for."""
+        return BAND if self.is_short else self.block_m
 
     @property
     def rings(self) -> int:
@@ -94,7 +107,7 @@ class Tile:
 
     def smem_bytes(self) -> int:
         """Shared memory of a block."""
-        pieces = self.stages * STEP * (self.block_m + self.block_n) * 2
+        pieces = self.stages * STEP * (self.piece_rows + self.block_n) * 2
         staging = COMPUTING * SLOTS * BAND * LINE_BYTES
         return pieces + staging + BARRIER_BYTES
 
@@ -126,19 +139,36 @@ def _width(columns: int) -> int:
     return min(_COST, key=cost)
 
 
-def _stages(block_m: int, block_n: int, rings: int = 1) -> int:
-    """As many as fit, at most six."""
+def _stages(block_m: int, block_n: int, rings: int = 1, most: int = 6) -> int:
+    """As many as fit, at most `most`."""
     empty = Tile(block_m=128, block_n=256, stages=2).smem_bytes()
     empty -= 2 * STEP * (128 + 256) * 2
     room = hw.H200.smem_bytes - empty
-    fit = min(6, room // (STEP * (block_m + block_n) * 2))
+    fit = min(most, room // (STEP * (block_m + block_n) * 2))
     return fit // rings * rings
 
 
-def _product(rows_per_expert: int, depth: int, columns: int) -> Tile:
-    if rows_per_expert <= 64 and columns >= 128:
-        # One wgmma high; the weights' way from memory is what takes time.
-        return Tile(block_m=64, block_n=256, split="columns", stages=_stages(64, 256))
+def few_rows(rows: int, experts: int, columns: int) -> Tile:
+    """The tile for products whose weights' way from memory is what takes time.
+
+    Args:
+      rows, experts: M, E; at most 64 rows an expert.
+      columns: of the result.
+    """
+    mean = -(-rows // experts)
+    # An expert's rows begin up to 7 rows behind its tile: 16 hold 9 of them, which
+    # a mean of 4 exceeds once in a hundred experts, and 32 hold 25.
+    height = 16 if mean <= 4 else 32 if mean <= 12 else 64
+    # Tiles for all blocks: a few rows reach few experts.
+    narrow = min(rows, experts) * -(-columns // 256) < 2 * hw.H200.sms
+    width = 128 if narrow else 256
+    stages = _stages(64, width, most=8)
+    return Tile(block_m=height, block_n=width, split="columns", stages=stages)
+
+
+def _product(rows: int, experts: int, depth: int, columns: int) -> Tile:
+    if rows <= 64 * experts and columns >= 128:
+        return few_rows(rows, experts, columns)
     if depth <= 512:
         # Writing takes about as long as so short a sum: it must overlap.
         return Tile(
@@ -168,6 +198,9 @@ CANDIDATES = (
     Tile(block_m=128, block_n=128, stages=6, split="tiles"),
     Tile(block_m=64, block_n=256, stages=4, split="tiles"),
     Tile(block_m=64, block_n=128, stages=8, split="tiles"),
+    Tile(block_m=16, block_n=256, stages=4, split="columns"),
+    Tile(block_m=16, block_n=128, stages=8, split="columns"),
+    Tile(block_m=32, block_n=128, stages=8, split="columns"),
 )
 
 
@@ -182,8 +215,8 @@ def heuristic(*, rows: int, experts: int, in_dim: int, out_dim: int) -> Config:
     """
     mean = -(-rows // experts)
     return Config(
-        forward=_product(mean, in_dim, out_dim),
-        data=_product(mean, out_dim, in_dim),
+        forward=_product(rows, experts, in_dim, out_dim),
+        data=_product(rows, experts, out_dim, in_dim),
         weight=_weight(mean, out_dim),
     )
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,6 +107,7 @@ class Ring:
     def __init__(self, tile: Tile, a: Any, b: Any, full: Any, free: Any):
         self.a, self.b = a, b
         self._stages, self._rings = tile.ring_stages, tile.rings
+        self._short = tile.block_m if tile.is_short else None
         self._full, self._free = full, free
 
     @property
@@ -119,15 +120,26 @@ class Ring:
     def write(
         self, ring: jax.Array | int, count: jax.Array, a_source: Any, b_source: Any
     ) -> None:
-        """Starts the copies of one piece once its slot was read."""
+        """Starts the copies of one piece once its slot was read.
+
+        A tuple of sources for b fills the parts of the slot.
+        """
         slot = self._slot(ring, count)
 
         @pl.when(count >= self._stages)
         def _():
             plgpu.barrier_wait(self._free.at[slot])
 
-        plgpu.copy_gmem_to_smem(a_source, self.a.at[slot], self._full.at[slot])
-        plgpu.copy_gmem_to_smem(b_source, self.b.at[slot], self._full.at[slot])
+        full = self._full.at[slot]
+        a_slot = self.a.at[slot]
+        if self._short is not None:
+            a_slot = self.a.at[slot, pl.ds(0, self._short)]
+        plgpu.copy_gmem_to_smem(a_source, a_slot, full)
+        if not isinstance(b_source, tuple):
+            plgpu.copy_gmem_to_smem(b_source, self.b.at[slot], full)
+            return
+        for part, source in enumerate(b_source):
+            plgpu.copy_gmem_to_smem(source, self.b.at[slot, part], full)
 
     def finish(self, counts: tuple[jax.Array, ...]) -> None:
         """Waits for the readers: every arrival must be met before the block ends."""
@@ -164,20 +176,22 @@ class Ring:
         count: jax.Array,
         steps: Any,
         shape: tuple[int, int],
-        multiply: Callable[[Any, jax.Array, jax.Array], None],
-    ) -> jax.Array:
-        """The sum over the pieces of a tile, f32 of `shape`.
+        multiply: Callable[..., None],
+        sums: int = 1,
+    ) -> tuple[jax.Array, ...]:
+        """The sums over the pieces of a tile, each f32 of `shape`.
 
         Args:
-          multiply: called with the accumulator, the slot and the index of a piece;
-            starts one product.
+          multiply: called with the accumulators, the slot and the index of a piece;
+            starts one product for each.
+          sums: how many accumulators.
         """
 
-        def scoped(acc):
+        def scoped(*accs):
             def step(k, carry):
-                multiply(acc, self.wait(ring, count + k), k)
-                # The product before this one is done, this one still runs.
-                plgpu.wgmma_wait(1)
+                multiply(*accs, self.wait(ring, count + k), k)
+                # The products before these are done, these still run.
+                plgpu.wgmma_wait(sums)
 
                 @pl.when(k > 0)
                 def _():
@@ -192,9 +206,9 @@ class Ring:
             def _():
                 self.release(ring, count + steps - 1)
 
-            return acc[...]
+            return tuple(acc[...] for acc in accs)
 
-        return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32)] * sums)
 
 
 def store_part(
@@ -218,47 +232,117 @@ def store_part(
       row, column: of `out` at which the part begins.
       low, high: the first row of `out` to write and the one behind the last.
     """
-    line = staging.shape[-1]
     value = value.astype(out.dtype)
-    first = jnp.clip(low - row, 0, value.shape[0])
-    last = jnp.clip(high - row, 0, value.shape[0])
+    line = staging.shape[-1]
+
+    def chunk(band, at):
+        return (value[band * BAND : (band + 1) * BAND, at * line : (at + 1) * line],)
+
+    store_chunks(
+        staging,
+        warpgroup,
+        ((out, column),),
+        chunk,
+        shape=value.shape,
+        row=row,
+        low=low,
+        high=high,
+        column=column,
+        columns=out.shape[1],
+    )
+
+
+def store_chunks(
+    staging: Any,
+    warpgroup: jax.Array,
+    outs: Sequence[tuple[Any, jax.Array]],
+    chunk: Callable[[int, int], Sequence[jax.Array]],
+    *,
+    shape: tuple[int, ...],
+    row: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    column: jax.Array,
+    columns: int,
+) -> None:
+    """Writes a warpgroup's parts of results, chunk by chunk of [64, line].
+
+    Args:
+      staging: shared memory [COMPUTING, SLOTS, 64, line].
+      warpgroup: index of this one.
+      outs: device memory [rows, ...] of each result, and where in it the part begins.
+      chunk: (band of 64 rows, line of columns) of the part -> that chunk of each
+        result.
+      shape: of the part.
+      row, low, high: as for `store_part`.
+      column: of the results at which the part begins.
+      columns: that the results have.
+    """
+    line = staging.shape[-1]
+    first = jnp.clip(low - row, 0, shape[0])
+    last = jnp.clip(high - row, 0, shape[0])
     first_band = divide(first, BAND)[0]
-    lines = divide(jnp.clip(out.shape[1] - column, 0, value.shape[1]), line)[0]
+    lines = divide(jnp.clip(columns - column, 0, shape[1]), line)[0]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def store(slot, band, at):
-        begin = jnp.clip(first - band * BAND, 0, BAND)
-        count = jnp.clip(last - band * BAND, 0, BAND) - begin
-        source = staging.at[warpgroup, slot]
-        columns = pl.ds(column + at * line, line)
-        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-        source[...] = value[
-            band * BAND : (band + 1) * BAND, at * line : (at + 1) * line
-        ]
-        plgpu.commit_smem()
+    def store(slots, band, at):
+        top = jnp.clip(first - band * BAND, 0, BAND)
+        count = jnp.clip(last - band * BAND, 0, BAND) - top
+        values: Sequence[jax.Array] = ()
+        for number, (out, base) in enumerate(outs):
+            source = staging.at[warpgroup, slots[number]]
+            place = pl.ds(base + at * line, line)
+            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+            values = values or chunk(band, at)
+            source[...] = values[number]
+            plgpu.commit_smem()
+            _copy_rows(source, out, row, band, top, count, place)
+            plgpu.commit_smem_to_gmem_group()
 
-        def copy(offset, height):
-            plgpu.copy_smem_to_gmem(
-                source.at[pl.ds(offset, height)],
-                out.at[pl.ds(row + band * BAND + offset, height), columns],
-                commit_group=False,
-            )
-
-        pl.when(count == BAND)(functools.partial(copy, 0, BAND))
-        height = BAND // 2
-        while height:
-            digit = count & height
-            pl.when(digit > 0)(functools.partial(copy, begin, height))
-            begin = begin + digit
-            height //= 2
-        plgpu.commit_smem_to_gmem_group()
-
-    for band in range(value.shape[0] // BAND):
-        for at in range(value.shape[1] // line):
-            # Counts what was stored, so that the slots really take turns.
-            slot = divide((band - first_band) * lines + at, SLOTS)[1]
+    for band in range(shape[0] // BAND):
+        for at in range(shape[1] // line):
+            slots = tuple(range(SLOTS)) * len(outs)
+            if len(outs) % SLOTS:
+                # Counts what was stored, so that the slots really take turns.
+                passed = (band - first_band) * lines + at
+                passed = passed * len(outs) if len(outs) > 1 else passed
+                begin = divide(passed, SLOTS)[1]
+                slots = (
+                    begin,
+                    *(divide(begin + more, SLOTS)[1] for more in range(1, len(outs))),
+                )
             mine = (first < (band + 1) * BAND) & (last > band * BAND)
-            pl.when(mine & (at < lines))(functools.partial(store, slot, band, at))
+            pl.when(mine & (at < lines))(functools.partial(store, slots, band, at))
+
+
+def _copy_rows(
+    source: Any,
+    out: Any,
+    row: jax.Array,
+    band: int,
+    begin: jax.Array,
+    count: jax.Array,
+    columns: Any,
+) -> None:
+    """Starts copies of `count` rows of a band, from its row `begin` on.
+
+    A copy has a static number of rows: all 64, or the binary digits of `count`.
+    """
+
+    def copy(offset, height):
+        plgpu.copy_smem_to_gmem(
+            source.at[pl.ds(offset, height)],
+            out.at[pl.ds(row + band * BAND + offset, height), columns],
+            commit_group=False,
+        )
+
+    pl.when(count == BAND)(functools.partial(copy, 0, BAND))
+    height = BAND // 2
+    while height:
+        digit = count & height
+        pl.when(digit > 0)(functools.partial(copy, begin, height))
+        begin = begin + digit
+        height //= 2
 
 
 def run_warpgroups(
@@ -354,8 +438,8 @@ def part_origin(tile: Tile, warpgroup: jax.Array) -> tuple[Any, Any]:
 
 def scratch(
     tile: Tile,
-    a: tuple[int, int],
-    b: tuple[int, int],
+    a: tuple[int, ...],
+    b: tuple[int, ...],
     dtype: Any,
     out_dtype: Any,
 ) -> dict[str, Any]:
@@ -379,14 +463,20 @@ def launch(
     body: Callable[..., None],
     name: str,
     tile: Tile,
-    operands: tuple[jax.Array, ...],
-    out_type: jax.ShapeDtypeStruct,
+    operands: tuple[Any, ...],
+    out_type: Any,
     scratch_types: dict[str, Any],
     blocks: int,
-) -> jax.Array:
-    """Runs a persistent kernel of two computing warpgroups and one that copies."""
+    *,
+    more_bytes: int = 0,
+    approx_math: bool = False,
+) -> Any:
+    """Runs a persistent kernel of two computing warpgroups and one that copies.
+
+    `more_bytes` of shared memory are asked for beside those of the tile.
+    """
     hw.check_registers(REGISTERS)
-    hw.check_smem(tile.smem_bytes(), name)
+    hw.check_smem(tile.smem_bytes() + more_bytes, name)
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -397,7 +487,8 @@ def launch(
         scratch_types=scratch_types,
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=approx_math,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(*operands)
 
@@ -430,11 +521,18 @@ class Product:
         return self.depth // STEP
 
     @property
+    def width(self) -> int:
+        """Columns of the result in a tile."""
+        return self.tile.block_n
+
+    @property
     def column_blocks(self) -> int:
-        return -(-self.columns // self.tile.block_n)
+        return -(-self.columns // self.width)
 
 
-class _Task(NamedTuple):
+class RowTask(NamedTuple):
+    """A tile of the result of a product."""
+
     expert: jax.Array
     row: jax.Array  # where the tile begins
     column: jax.Array
@@ -442,7 +540,12 @@ class _Task(NamedTuple):
     end: jax.Array
 
 
-def _task(plan: Product, index: jax.Array, fetched: Fetched) -> _Task:
+def row_task(plan: Any, index: jax.Array, fetched: Fetched) -> RowTask:
+    """The tile of an index, from its row of the table of `tasks.row_tiles`.
+
+    Args:
+      plan: has a tile, and the width and number of its blocks of columns.
+    """
     tile = plan.tile
     expert, base, tiles, start, end = fetched
     index = index - base * plan.column_blocks
@@ -450,7 +553,20 @@ def _task(plan: Product, index: jax.Array, fetched: Fetched) -> _Task:
     height = jnp.minimum(tiles - panel * tile.panel, tile.panel)
     column, row = divide(index, height)
     row = (panel * tile.panel + row) * tile.block_m + divide(start, ALIGN)[0] * ALIGN
-    return _Task(expert, row, column * tile.block_n, start, end)
+    return RowTask(expert, row, column * plan.width, start, end)
+
+
+def fetch_row(plan: Any, table: Any, index: jax.Array) -> Fetched:
+    """What `row_task` needs of a tile."""
+    # From its first tile to its last, an expert's rows of the table are the same:
+    # which of them is read does not matter.
+    at = jnp.minimum(divide(index, plan.column_blocks)[0], table.shape[0] - 1)
+    return tuple(table[at, name] for name in Column)
+
+
+def end_of(tile: Tile, task: RowTask) -> jax.Array:
+    """The row behind the last that is written of a tile or of its expert."""
+    return jnp.minimum(task.end, task.row + tile.block_m) if tile.is_short else task.end
 
 
 def _product_kernel(
@@ -460,14 +576,10 @@ def _product_kernel(
     ring = Ring(tile, a, b, full, free)
     shares = turns(count[0] * plan.column_blocks, blocks)
 
-    def fetch(index):
-        # From its first tile to its last, an expert's rows of the table are the same:
-        # which of them is read does not matter.
-        at = jnp.minimum(divide(index, plan.column_blocks)[0], table.shape[0] - 1)
-        return tuple(table[at, name] for name in Column)
+    fetch = functools.partial(fetch_row, plan, table)
 
     def task_of(index, fetched):
-        task = _task(plan, index, fetched)
+        task = row_task(plan, index, fetched)
         return task, jnp.where(task.expert < plan.experts, steps, 0)
 
     def sources(task, k):
@@ -494,14 +606,14 @@ def _product_kernel(
         def one(index, fetched, which, passed):
             task, pieces = task_of(index, fetched)
             row, column = task.row + offset[0], task.column + offset[1]
-            low, high = jnp.maximum(task.start, row), task.end
+            low, high = jnp.maximum(task.start, row), end_of(tile, task)
             # A part without rows of the expert would take the tensor cores from the
             # other warpgroup.
             live = (low < jnp.minimum(high, row + shape[0])) & (column < plan.columns)
 
             @pl.when(live)
             def _():
-                sums = ring.accumulate(which, passed, pieces, shape, multiply)
+                (sums,) = ring.accumulate(which, passed, pieces, shape, multiply)
                 store_part(
                     staging,
                     warpgroup,
@@ -554,6 +666,6 @@ def product(
         tile,
         (table, count, x, w),
         jax.ShapeDtypeStruct((plan.rows, plan.columns), plan.out_dtype),
-        scratch(tile, (tile.block_m, STEP), piece, plan.dtype, plan.out_dtype),
+        scratch(tile, (tile.piece_rows, STEP), piece, plan.dtype, plan.out_dtype),
         blocks,
     )

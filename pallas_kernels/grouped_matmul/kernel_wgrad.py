@@ -6,6 +6,9 @@ wgmma reads x transposed through its descriptor. The first and the last piece ma
 rows of other experts: the computing warpgroups write zeros over those in shared
 memory, in both operands, since zero times another expert's NaN is NaN. An expert
 without rows is a sum without terms.
+
+With `accumulates` the sums are added to what the result held, in place; then an expert
+without rows is left alone.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
+from pallas_kernels._common.layout import load_global
 from pallas_kernels.grouped_matmul import tasks
 from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
+    BAND,
     COMPUTING,
     STEP,
     Tile,
@@ -39,6 +44,7 @@ from pallas_kernels.grouped_matmul.kernel import (
     part_origin,
     run_warpgroups,
     scratch,
+    store_chunks,
     store_part,
     turns,
 )
@@ -66,6 +72,7 @@ class WeightGradient:
       rows, experts, in_dim, out_dim: M, E, K, N.
       dtype, out_dtype: of the operands and the result.
       tile: launch parameters; its rows are those of dw, K.
+      accumulates: whether sums are added to what stands there.
     """
 
     rows: int
@@ -75,6 +82,14 @@ class WeightGradient:
     dtype: Any
     out_dtype: Any
     tile: Tile
+    accumulates: bool = False
+
+    def __post_init__(self):
+        if self.tile.is_short:
+            raise ValueError(
+                f"block_m={self.tile.block_m} of a weight gradient, allowed are "
+                "multiples of 64"
+            )
 
     @property
     def row_blocks(self) -> int:
@@ -149,6 +164,39 @@ def _clear_others(
     lax.fori_loop(jnp.minimum(divide(high, height)[0], count), count, clear, None)
 
 
+def _add_part(
+    staging: Any,
+    warpgroup: jax.Array,
+    out: Any,
+    value: jax.Array,
+    *,
+    row: jax.Array,
+    high: jax.Array,
+    column: jax.Array,
+) -> None:
+    """Adds f32 sums to a warpgroup's part of `out`; arguments as for `store_part`."""
+    line = staging.shape[-1]
+
+    def chunk(band, at):
+        rows, columns = pl.ds(row + band * BAND, BAND), pl.ds(column + at * line, line)
+        before = load_global(out.at[rows, columns]).astype(jnp.float32)
+        more = value[band * BAND : (band + 1) * BAND, at * line : (at + 1) * line]
+        return ((before + more).astype(out.dtype),)
+
+    store_chunks(
+        staging,
+        warpgroup,
+        ((out, column),),
+        chunk,
+        shape=value.shape,
+        row=row,
+        low=row,
+        high=high,
+        column=column,
+        columns=out.shape[1],
+    )
+
+
 def _wgrad_kernel(
     bounds,
     x,
@@ -208,17 +256,15 @@ def _wgrad_kernel(
                 plgpu.wgmma(acc, left, ring.b.at[slot, :, mine[1]])
 
             row, column = task.row + offset[0], task.column + offset[1]
-            value = ring.accumulate(which, passed, pieces, shape, multiply)
-            store_part(
-                staging,
-                warpgroup,
-                out.at[task.expert],
-                value,
-                row=row,
-                low=row,
-                high=jnp.int32(plan.in_dim),
-                column=column,
-            )
+            (value,) = ring.accumulate(which, passed, pieces, shape, multiply)
+            part = staging, warpgroup, out.at[task.expert], value
+            high = jnp.int32(plan.in_dim)
+            if plan.accumulates:
+                # Nothing to add: no rows to write.
+                high = jnp.where(task.end > task.start, high, row)
+                _add_part(*part, row=row, high=high, column=column)
+            else:
+                store_part(*part, row=row, low=row, high=high, column=column)
             return pieces
 
         each_tile(tile, shares, warpgroup, fetch, one)
@@ -229,7 +275,11 @@ def _wgrad_kernel(
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
 @functools.partial(jax.jit, static_argnums=0)
 def weight_gradient(
-    plan: WeightGradient, x: jax.Array, dy: jax.Array, group_sizes: jax.Array
+    plan: WeightGradient,
+    x: jax.Array,
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    into: jax.Array | None = None,
 ) -> jax.Array:
     """The gradient of each expert's matrix, summed over its rows in their order.
 
@@ -238,9 +288,11 @@ def weight_gradient(
       x: [M, K].
       dy: [M, N].
       group_sizes: i32[E].
+      into: [E, K, N] of `plan.out_dtype`, if `plan.accumulates`.
 
     Returns:
-      dw [E, K, N] of `plan.out_dtype`; exactly 0 for an expert without rows.
+      dw [E, K, N] of `plan.out_dtype`; exactly 0 for an expert without rows. `into`
+      with dw added, in the same memory, if `plan.accumulates`.
     """
     tile = plan.tile
     if padding := -plan.rows % ALIGN:
@@ -251,12 +303,21 @@ def weight_gradient(
     scratch_types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
     if tile.rings == 1:
         scratch_types["met"] = plgpu.Barrier(num_arrivals=COMPUTING)
-    return launch(
-        functools.partial(_wgrad_kernel, plan=plan, blocks=blocks),
-        "pk_grouped_matmul_wgrad",
-        tile,
-        (tasks.bounds(group_sizes), x, dy),
-        jax.ShapeDtypeStruct((plan.experts, plan.in_dim, plan.out_dim), plan.out_dtype),
-        scratch_types,
-        blocks,
-    )
+    kernel = functools.partial(_wgrad_kernel, plan=plan, blocks=blocks)
+    operands = tasks.bounds(group_sizes), x, dy
+    if into is None:
+        shape = plan.experts, plan.in_dim, plan.out_dim
+        return launch(
+            kernel,
+            "pk_grouped_matmul_wgrad",
+            tile,
+            operands,
+            jax.ShapeDtypeStruct(shape, plan.out_dtype),
+            scratch_types,
+            blocks,
+        )
+    # What a kernel writes through a reference is updated in place.
+    total = jax.new_ref(into)
+    name = "pk_grouped_matmul_wgrad_into"
+    launch(kernel, name, tile, (*operands, total), (), scratch_types, blocks)
+    return jax.freeze(total)

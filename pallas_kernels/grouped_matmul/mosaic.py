@@ -69,17 +69,24 @@ def data_gradient(x, w, group_sizes, dy, config: Config) -> jax.Array:
 
 def weight_gradient(x, w, group_sizes, dy, config: Config) -> jax.Array:
     """dw of w's dtype; dy [M, N] of x's dtype, the rest as for `grouped_matmul`."""
-    experts, in_dim, out_dim = w.shape
+    return weight_sums(x, dy, group_sizes, w.dtype, config.weight)
+
+
+def weight_sums(
+    x, dy, group_sizes, dtype: Any, tile: Tile, into: jax.Array | None = None
+) -> jax.Array:
+    """dw [E, K, N] of `dtype` for x [M, K] and dy [M, N]; added to `into`, if given."""
     plan = kernel_wgrad.WeightGradient(
         rows=x.shape[0],
-        experts=experts,
-        in_dim=in_dim,
-        out_dim=out_dim,
+        experts=group_sizes.shape[0],
+        in_dim=x.shape[1],
+        out_dim=dy.shape[1],
         dtype=x.dtype,
-        out_dtype=w.dtype,
-        tile=config.weight,
+        out_dtype=dtype,
+        tile=tile,
+        accumulates=into is not None,
     )
-    return kernel_wgrad.weight_gradient(plan, x, dy, group_sizes)
+    return kernel_wgrad.weight_gradient(plan, x, dy, group_sizes, into)
 
 
 def _forward(x, w, group_sizes, dtype, config, activation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,23 +53,11 @@ def row_tiles(
       (table i32[L, len(Column)], count i32[1] of its rows that hold a tile); L is
       static, and rows behind the count repeat the last group.
     """
-    routed = jnp.sum(group_sizes)
-    nobody = jnp.maximum(rows - routed, 0).astype(jnp.int32)
-    sizes = jnp.concatenate([group_sizes, nobody[None]])
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
-    first = starts // ALIGN * ALIGN
-    tiles = jnp.where(sizes > 0, -(-(ends - first) // block_m), 0)
+    starts, ends, tiles = _groups(group_sizes, rows, block_m)
     tile_ends = jnp.cumsum(tiles)
     length = table_length(rows, group_sizes.shape[0], block_m)
-    # Unrolled: a loop would be a dozen launches.
-    group = jnp.searchsorted(
-        tile_ends,
-        jnp.arange(length, dtype=jnp.int32),
-        side="right",
-        method="scan_unrolled",
-    )
-    group = jnp.minimum(group, sizes.shape[0] - 1).astype(jnp.int32)
+    group = _search(tile_ends, jnp.arange(length, dtype=jnp.int32))
+    group = jnp.minimum(group, ends.shape[0] - 1).astype(jnp.int32)
     columns = {
         Column.EXPERT: group,
         Column.BASE: (tile_ends - tiles)[group],
@@ -78,6 +67,49 @@ def row_tiles(
     }
     table = jnp.stack([columns[name] for name in Column], axis=1)
     return table.astype(jnp.int32), tile_ends[-1:].astype(jnp.int32)
+
+
+def place_in_tiles(
+    group_sizes: jax.Array, rows: int, block_m: int
+) -> tuple[jax.Array, jax.Array]:
+    """Where each row is among the rows of all tiles of `row_tiles`, one after another.
+
+    Args:
+      group_sizes, rows, block_m: as there.
+
+    Returns:
+      (place i32[M], is_routed bool[M]: whether the row is an expert's).
+    """
+    starts, _, tiles = _groups(group_sizes, rows, block_m)
+    tile_starts = jnp.cumsum(tiles) - tiles
+    owner = owners(group_sizes, rows)
+    first = (starts // ALIGN * ALIGN)[owner]
+    place = tile_starts[owner] * block_m + jnp.arange(rows) - first
+    return place.astype(jnp.int32), owner < group_sizes.shape[0]
+
+
+def owners(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """The expert of each row, E for a row of none; i32[M]."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    return _search(jnp.cumsum(group_sizes), row).astype(jnp.int32)
+
+
+# Unrolled: a loop would be a dozen launches.
+_search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
+
+
+def _groups(
+    group_sizes: jax.Array, rows: int, block_m: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """First row, row behind the last and number of tiles of each expert and of none."""
+    routed = jnp.sum(group_sizes)
+    nobody = jnp.maximum(rows - routed, 0).astype(jnp.int32)
+    sizes = jnp.concatenate([group_sizes, nobody[None]])
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    first = starts // ALIGN * ALIGN
+    tiles = jnp.where(sizes > 0, -(-(ends - first) // block_m), 0)
+    return starts, ends, tiles
 
 
 def bounds(group_sizes: jax.Array) -> jax.Array:

@@ -8,7 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul.activation import activate, pull_back
+from pallas_kernels.grouped_matmul.activation import (
+    activate,
+    between,
+    parts_of,
+    pull_back,
+)
 from pallas_kernels.grouped_matmul.config import Config
 
 
@@ -93,8 +98,14 @@ def _multiply(
     w: jax.Array,
     dtype: jnp.dtype,
     activation: str | None = None,
-) -> jax.Array:
-    """Rows times their experts' matrices; rows of no expert are exactly 0."""
+    bias: jax.Array | None = None,
+    *,
+    keeps: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Rows times their experts' matrices; rows of no expert are exactly 0.
+
+    With `keeps`, the product before the activation is a second result.
+    """
     tiled, w = _tiled(x, config), jnp.asarray(w)
 
     def slab(operands):
@@ -106,14 +117,20 @@ def _multiply(
             preferred_element_type=jnp.float32,
             precision=_precision(x.dtype),
         )
-        return activate(activation, product).astype(dtype)
+        if bias is not None:
+            product = product + bias[expert][:, None].astype(jnp.float32)
+        results = activate(activation, product), product
+        return tuple(v.astype(dtype) for v in results[: 2 if keeps else 1])
 
-    products = jax.lax.map(slab, _slabs(config, tasks.tile, tasks.expert))
-    products = products.reshape(-1, products.shape[-1])  # [L * tile rows, N]
-    # A gather takes each row from the one task that owns it: what other experts
-    # made of the same tile, NaN included, stays behind.
-    rows = products[tasks.task * config.tile + tasks.place]
-    return jnp.where(tasks.routed[:, None], rows, jnp.zeros((), dtype))
+    def by_row(results):
+        results = results.reshape(-1, results.shape[-1])  # [L * tile rows, N]
+        # A gather takes each row from the one task that owns it: what other experts
+        # made of the same tile, NaN included, stays behind.
+        rows = results[tasks.task * config.tile + tasks.place]
+        return jnp.where(tasks.routed[:, None], rows, jnp.zeros((), dtype))
+
+    results = jax.lax.map(slab, _slabs(config, tasks.tile, tasks.expert))
+    return tuple(by_row(v) for v in results)
 
 
 def _rows(x: jax.Array, first: jax.Array, count: jax.Array, window: int) -> jax.Array:
@@ -135,7 +152,7 @@ def _rows(x: jax.Array, first: jax.Array, count: jax.Array, window: int) -> jax.
     return jnp.where(mine[..., None], rows, jnp.zeros((), x.dtype))
 
 
-def _weight_gradient(
+def weight_gradient(
     config: Config, group_sizes: jax.Array, x: jax.Array, dy: jax.Array
 ) -> jax.Array:
     """f32[E, K, N], each expert's rows added in the same order every time.
@@ -182,10 +199,11 @@ def _weight_gradient(
     return jax.lax.fori_loop(0, piece_ends[-1], add, dw)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def grouped_matmul(
     x: jax.Array,
     w: jax.Array,
+    bias: jax.Array | None,
     group_sizes: jax.Array,
     dtype: jnp.dtype,
     config: Config,
@@ -193,23 +211,91 @@ def grouped_matmul(
 ) -> jax.Array:
     """Arguments and results as in `api.grouped_matmul`."""
     tasks = _tasks(group_sizes, x.shape[0], config)
-    return _multiply("lmk,lkn->lmn", config, tasks, x, w, dtype, activation)
+    return _multiply("lmk,lkn->lmn", config, tasks, x, w, dtype, activation, bias)[0]
 
 
-def _forward(x, w, group_sizes, dtype, config, activation):
-    y = grouped_matmul(x, w, group_sizes, dtype, config, activation)
-    return y, (x, w, group_sizes, None if activation is None else y)
+def _forward(x, w, bias, group_sizes, dtype, config, activation):
+    tasks = _tasks(group_sizes, x.shape[0], config)
+    keeps = parts_of(activation) > 1
+    results = _multiply(
+        "lmk,lkn->lmn", config, tasks, x, w, dtype, activation, bias, keeps=keeps
+    )
+    saved = None if activation is None else results[-1]
+    return results[0], (x, w, bias, group_sizes, saved)
 
 
 def _backward(dtype, config, activation, residuals, dy):
     del dtype
-    x, w, group_sizes, y = residuals
-    dy = pull_back(activation, y, dy)
+    x, w, bias, group_sizes, saved = residuals
+    dy = pull_back(activation, saved, dy)
     tasks = _tasks(group_sizes, x.shape[0], config)
     dy = dy.astype(x.dtype)
-    dx = _multiply("lmn,lkn->lmk", config, tasks, dy, w, x.dtype)
-    dw = _weight_gradient(config, group_sizes, x, dy)
-    return dx, dw.astype(w.dtype), None
+    (dx,) = _multiply("lmn,lkn->lmk", config, tasks, dy, w, x.dtype)
+    dw = weight_gradient(config, group_sizes, x, dy).astype(w.dtype)
+    if bias is None:
+        return dx, dw, None, None
+    ones = jnp.ones((x.shape[0], 1), x.dtype)
+    d_bias = weight_gradient(config, group_sizes, ones, dy)[:, 0]
+    return dx, dw, d_bias.astype(bias.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
+
+
+def activated_product(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    config: Config,
+    activation: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments and results as in `pieces.activated_product`."""
+    tasks = _tasks(group_sizes, x.shape[0], config)
+    keeps = parts_of(activation) > 1
+    dtype = jnp.dtype(x.dtype)
+    results = _multiply(
+        "lmk,lkn->lmn", config, tasks, x, w, dtype, activation, bias, keeps=keeps
+    )
+    return results[0], results[-1]
+
+
+def activation_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    saved: jax.Array,
+    scale: jax.Array | None,
+    config: Config,
+    activation: str,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Arguments and results as in `pieces.activation_gradient`, in a tuple."""
+    tasks = _tasks(group_sizes, dy.shape[0], config)
+    f32 = jnp.dtype(jnp.float32)
+    (da,) = _multiply("lmn,lkn->lmk", config, tasks, dy, w, f32)
+    return between(tasks.routed, da, saved, scale, activation)
+
+
+def grouped_mlp(
+    x: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    group_sizes: jax.Array,
+    configs: tuple[Config, Config],
+    *,
+    activation: str,
+    bias_in: jax.Array | None = None,
+    bias_out: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Arguments and results as in `mlp.grouped_mlp`; one config for each product."""
+    first, second = configs
+    dtype = jnp.dtype(x.dtype)
+    hidden = grouped_matmul(x, w_in, bias_in, group_sizes, dtype, first, activation)
+    if row_scale is None:
+        return grouped_matmul(hidden, w_out, bias_out, group_sizes, dtype, second)
+    f32 = jnp.dtype(jnp.float32)
+    y = grouped_matmul(hidden, w_out, bias_out, group_sizes, f32, second)
+    routed = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
+    scale = jnp.where(routed, row_scale.astype(f32), 0.0)
+    return (y * scale[:, None]).astype(dtype)
