@@ -16,9 +16,13 @@ import datetime
 import functools
 import importlib
 import json
+import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -233,7 +237,7 @@ def measure_case(
             for name in names
         }
         rivals = {
-            name: runs[name] if name in runs else _time(case, make, args)
+            name: runs[name] if name in runs else _time(case, make, args, rival=True)
             for name, make in case.peers.items()
             if name in peers
         }
@@ -275,7 +279,10 @@ def _time(
     case: Case,
     make: Callable[[], tuple[Callable[..., Any] | TimedPeer, str]],
     args: tuple[Any, ...],
+    rival: bool = False,
 ) -> _Run:
+    # Somebody else's code may fail in any way, and must not cost the other rows.
+    failures = Exception if rival else (ImportError, RuntimeError)
     version, doing = "", "did not run"
     try:
         fn, version = make()
@@ -293,7 +300,7 @@ def _time(
             times = timed.measure(args)
     except UnknownImplementation as error:
         return _Run({}, version, f"{doing}: {error}", unknown=True)
-    except (ImportError, RuntimeError) as error:  # NotImplementedError, out of memory
+    except failures as error:  # NotImplementedError and out of memory among them
         return _Run({}, version, f"{doing}: {_reason(error)}")
     return _Run({t.cache: t for t in times}, version, timed.note)
 
@@ -368,6 +375,10 @@ def _commit() -> str | None:
     return answer.stdout.strip() or None
 
 
+def _cases(specs: Any, tags: str) -> list[Case]:
+    return [case for tag in tags.split(",") for case in specs.bench_cases(tag)]
+
+
 def run(
     op: str,
     tag: str,
@@ -375,16 +386,18 @@ def run(
     implementations: list[str] | None = None,
     commit: str | None = None,
     save: Callable[[dict[str, Any]], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Measures an op.
 
     Args:
       op: its name.
-      tag: of the specs to measure.
+      tag: of the specs to measure; several separated by commas.
       peers, implementations: as for `measure_case`.
       commit: of the code; asked of git if not given.
       save: called with what there is after each workload, so that a run that is cut
         short leaves its rows.
+      share: (i, n): every n-th workload, from i on.
 
     Returns:
       `{"ceilings": {...}, "rows": [...]}`; a row whose result was wrong, or that could
@@ -396,12 +409,68 @@ def run(
     about = stamp(commit)
     rows: list[dict[str, Any]] = []
     results = {"ceilings": {**dataclasses.asdict(limits), **about}, "rows": rows}
-    for case in specs.bench_cases(tag):
+    for case in _cases(specs, tag)[share[0] :: share[1]]:
         for row in measure_case(case, limits, peers, implementations):
             rows.append({"op": op, **row, **about})
             print(_line(rows[-1]), flush=True)
         if save is not None:
             save(results)
+    return results
+
+
+def run_in_jobs(
+    op: str,
+    tag: str,
+    arguments: Sequence[str],
+    jobs: int,
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """`run` by several processes, which compile side by side and measure in turn.
+
+    Args:
+      op, tag, save: as for `run`.
+      arguments: of this command, without `--jobs` and `--json`.
+      jobs: how many processes.
+
+    Returns:
+      What `run` does, workloads in the same order; the ceilings are the first's.
+
+    Raises:
+      RuntimeError: a process ended without its results.
+    """
+    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
+    order = [case.workload for case in _cases(specs, tag)]
+    jobs = min(jobs, len(order))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [pathlib.Path(folder, f"{i}.json") for i in range(jobs)]
+        lock = {
+            timing.DEVICE_LOCK: str(pathlib.Path(folder, "lock")),
+            # All of them keep arrays on the card at a time.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        command = [sys.executable, "-m", "pallas_kernels.bench", *arguments]
+        children = [
+            subprocess.Popen(
+                [*command, "--share", f"{i}/{jobs}", "--json", str(files[i])],
+                env=lock | os.environ,
+                cwd=ROOT,
+            )
+            for i in range(jobs)
+        ]
+        results: dict[str, Any] = {}
+        running = True
+        while running:
+            running = any(child.poll() is None for child in children)
+            parts = [json.loads(file.read_text()) for file in files if file.exists()]
+            if parts:
+                rows = [row for part in parts for row in part["rows"]]
+                rows.sort(key=lambda row: order.index(row["workload"]))
+                results = {"ceilings": parts[0]["ceilings"], "rows": rows}
+                save(results)
+            time.sleep(0.5)
+    failed = [i for i, file in enumerate(children) if file.returncode not in (0, 1)]
+    if failed or not results:
+        raise RuntimeError(f"bench {op}: processes {failed} of {jobs} failed")
     return results
 
 
@@ -479,13 +548,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench")
     parser.add_argument("op", nargs="?", choices=_OPS)
     parser.add_argument("--peers", default="xla", help="names, separated by commas")
-    parser.add_argument("--specs", default="perf", help="ci, model or perf")
+    parser.add_argument("--specs", default="perf", help="ci, model, perf; with commas")
     parser.add_argument(
         "--implementations",
         help=f"default: those of {','.join(IMPLEMENTATIONS)} that the op has",
     )
     parser.add_argument("--json", type=pathlib.Path, help="where the rows go")
     parser.add_argument("--commit", help="of the code, where git cannot say")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile side by side"
+    )
+    parser.add_argument("--share", default="0/1", help="I/N: every N-th workload")
     parser.add_argument("--render", action="store_true", help="rewrite README tables")
     options = parser.parse_args(argv)
     if options.render:
@@ -496,17 +569,30 @@ def main(argv: list[str] | None = None) -> int:
     names = options.implementations
 
     def save(results: dict[str, Any]) -> None:
+        # A reader never sees half a file.
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        part = options.json.with_suffix(".part")
+        part.write_text(json.dumps(results, indent=1) + "\n")
+        part.replace(options.json)
 
-    results = run(
-        options.op,
-        options.specs,
-        [name for name in options.peers.split(",") if name],
-        None if names is None else names.split(","),
-        options.commit,
-        save,
-    )
+    if options.jobs > 1:
+        arguments = [options.op, "--peers", options.peers, "--specs", options.specs]
+        if names is not None:
+            arguments += ["--implementations", names]
+        if options.commit:
+            arguments += ["--commit", options.commit]
+        results = run_in_jobs(options.op, options.specs, arguments, options.jobs, save)
+    else:
+        first, step = options.share.split("/")
+        results = run(
+            options.op,
+            options.specs,
+            [name for name in options.peers.split(",") if name],
+            None if names is None else names.split(","),
+            options.commit,
+            save,
+            (int(first), int(step)),
+        )
     save(results)
     wrong = [r for r in results["rows"] if "wrong result" in r["note"]]
     return 1 if wrong else 0

@@ -89,6 +89,11 @@ def check_smem(bytes_: int, what: str = "this kernel") -> None:
         )
 
 
+def launch_registers(warpgroups: int) -> int:
+    """Registers per thread that a block of so many warpgroups starts with."""
+    return min(255, device().registers_per_thread // max(1, warpgroups)) // 8 * 8
+
+
 def check_registers(per_warpgroup: Sequence[int]) -> None:
     """Refuses register requests that do not fit: on the card they never return.
 
@@ -105,10 +110,13 @@ def check_registers(per_warpgroup: Sequence[int]) -> None:
                 f"a warpgroup asks for {request} registers per thread, allowed are "
                 "multiples of 8 from 24 to 240"
             )
-    total, limit = sum(per_warpgroup), device().registers_per_thread
+    # What a request adds comes from what the block was launched with, which is the
+    # same multiple of 8 for each warpgroup: three have 504 together, not 512.
+    count = len(per_warpgroup)
+    total, limit = sum(per_warpgroup), count * launch_registers(count)
     if total > limit:
         requests = " + ".join(map(str, per_warpgroup))
         raise ValueError(
             f"warpgroups ask for {requests} = {total} registers per thread, a block "
-            f"has {limit}; the card would hang"
+            f"of {count} has {limit}; the card would hang"
         )

@@ -190,6 +190,51 @@ def test_the_command_writes_rows_and_fails_on_a_wrong_one(tmp_path, monkeypatch)
     assert bench.rendered(text, written) == text
 
 
+def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeypatch):
+    from pallas_kernels.rms_norm import specs
+
+    cases = [dataclasses.replace(case(), workload=f"add {i}") for i in range(5)]
+    monkeypatch.setattr(specs, "bench_cases", lambda tag: iter(cases))
+    monkeypatch.setattr(bench, "ceilings", lambda: LIMITS)
+    environments = []
+
+    class Job:
+        """Runs the command here instead of in a process."""
+
+        def __init__(self, command, *, env, cwd):
+            assert command[1:3] == ["-m", "pallas_kernels.bench"]
+            environments.append(env)
+            self.returncode = bench.main(command[3:])
+
+        def poll(self):
+            return self.returncode
+
+    monkeypatch.setattr(bench.subprocess, "Popen", Job)
+    file = tmp_path / "rows.json"
+    arguments = ["rms_norm", "--json", str(file), "--implementations", "xla"]
+    assert bench.main([*arguments, "--jobs", "2", "--commit", "abc"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["workload"] for row in rows] == [case.workload for case in cases]
+    assert {row["commit"] for row in rows} == {"abc"}
+    (lock,) = {env[timing.DEVICE_LOCK] for env in environments}
+    assert lock
+
+    monkeypatch.setattr(bench, "main", lambda arguments: 2)
+    with pytest.raises(RuntimeError, match=r"processes \[0, 1\] of 2 failed"):
+        bench.run_in_jobs("rms_norm", "perf", ["rms_norm"], 2, lambda results: None)
+
+
+def test_a_failing_peer_costs_its_own_rows_alone():
+    def broken():
+        raise KeyError("mosaic")
+
+    peers = {"broken": broken}
+    (row, *_) = rows(dataclasses.replace(case(), peers=peers), ["broken"])
+    assert row["ms"] > 0
+    assert row["peer_ms"] is None
+    assert "broken did not run: 'mosaic'" in row["note"]
+
+
 def test_the_command_runs_the_ops_own_cases():
     from pallas_kernels.rms_norm import specs
 
