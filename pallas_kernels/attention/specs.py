@@ -386,8 +386,10 @@ def _tokamax(spec: Spec, backward: bool) -> tuple[Callable[..., Any], str]:
             start = np.maximum.accumulate(np.where(new, index, 0), axis=1)
         if window is not None:
             start = np.maximum(start, index - (window - 1))
-        mask = base.Mask(is_causal=True, k_start=jnp.asarray(start)[:, None])
-        return api.IMPLEMENTATIONS["mosaic"](
+        bounded = spec.is_packed or window is not None
+        k_start = jnp.asarray(start)[:, None] if bounded else None
+        mask = base.Mask(is_causal=True, k_start=k_start)
+        return api.IMPLEMENTATIONS["mosaic_gpu"](
             q, k, v, mask=mask, logits_soft_cap=logit_cap
         )
 

@@ -79,11 +79,11 @@ class Config:
         makes the two products over pairs of tokens.
     """
 
-    segments: int | None = 1
+    segments: int | None = None
     stages: int = STAGES
     order: Order = "queries_first"
     grads_warpgroups: int = 2
-    grads_products: Products = "together"
+    grads_products: Products = "in_turn"
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:

@@ -90,14 +90,9 @@ PARTS = {
     3: (
         _Part(columns=0, registers=160),
         _Part(columns=1, registers=160),
-        _Part(pairs=True, inverse=True, registers=192),
+        _Part(pairs=True, inverse=True, registers=184),
     ),
 }
-
-
-def _launch_registers(config: Config) -> int:
-    """Registers per thread before any warpgroup asks for others."""
-    return hw.device().registers_per_thread // config.grads_warpgroups // 8 * 8
 
 
 def _meet(barrier: Any) -> None:
@@ -362,7 +357,7 @@ def _chunk_grads_kernel(
         return sums
 
     def run(part):
-        launched = _launch_registers(config)
+        launched = hw.launch_registers(config.grads_warpgroups)
         if part.registers not in (None, launched):
             action = "increase" if part.registers > launched else "decrease"
             plgpu.set_max_registers(part.registers, action=action)

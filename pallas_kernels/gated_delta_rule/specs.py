@@ -196,16 +196,15 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
 
 # Launch parameters that no heuristic picks yet, measured with --peers NAME,...
 VARIANTS: dict[str, Config] = {
-    "planned": Config(segments=None),
-    **{f"segments{count}": Config(segments=count) for count in (2, 4, 8)},
+    **{f"segments{count}": Config(segments=count) for count in (1, 2, 4, 8)},
     "stages3": Config(stages=3),
     "queries_last": Config(order="queries_last"),
     "queries_last3": Config(order="queries_last", stages=3),
     "values_first": Config(order="values_first"),
     "values_first3": Config(order="values_first", stages=3),
+    "grads_together": Config(grads_products="together"),
     "grads3": Config(grads_warpgroups=3),
-    "grads_in_turn": Config(grads_products="in_turn"),
-    "grads3_in_turn": Config(grads_warpgroups=3, grads_products="in_turn"),
+    "grads3_together": Config(grads_warpgroups=3, grads_products="together"),
 }
 
 

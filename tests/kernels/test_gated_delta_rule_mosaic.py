@@ -434,7 +434,7 @@ def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
 @pytest.mark.parametrize(
     "group, config",
     [
-        (4, Config()),
+        (4, Config(segments=1)),
         (2, Config(segments=3, stages=3, order="values_first")),
     ],
 )
@@ -519,8 +519,8 @@ def model_arguments(batch, time, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(
     "batch, time, dtype, config",
     [
-        (1, 1000, "bfloat16", Config()),
-        (3, 512, "float16", Config()),
+        (1, 1000, "bfloat16", Config(segments=1)),
+        (3, 512, "float16", Config(segments=1)),
         (1, 1000, "float16", Config(segments=4, stages=3, order="values_first")),
         (1, 4096, "bfloat16", Config(segments=None)),
     ],
