@@ -202,7 +202,7 @@ def test_a_run_pays_for_what_its_implementations_read():
         named.packing_tables(B, T)
 
 
-@pytest.mark.parametrize("kind", ["attention", "sliding_attention", "gdn"])
+@pytest.mark.parametrize("kind", ["sliding_attention", "gdn"])
 def test_kernels_read_the_same_with_and_without_tables(monkeypatch, kind):
     """What a kernel is given is all that it knows of the packing."""
     decoder = config(
