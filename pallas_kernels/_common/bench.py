@@ -22,21 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _OPS
-from pallas_kernels._common import timing
+from pallas_kernels._common import report, timing
 from pallas_kernels._common.dispatch import UnknownImplementation
 from pallas_kernels._common.testing import RELATIVE, assert_close
+from pallas_kernels._common.testing import (
+    assert_close_on_device as assert_close_on_device,
+)
 
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- BEGIN measured -->", "<!-- END measured -->"
-
+ROOT = report.ROOT
 # What is measured if the command names none; an op without one of them skips it.
 IMPLEMENTATIONS = ("mosaic", "xla")
 
@@ -136,40 +137,6 @@ def ceilings(size: int = 1024**3, matrix: int = 8192) -> Ceilings:
 _ON_DEVICE = 2**22
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _lengths(
-    got: jax.Array, want: jax.Array, whole: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Euclidean lengths of the expected rows and of their errors, f32[rows] each."""
-    if whole:
-        got, want = got[None], want[None]
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    inside = tuple(range(1, got.ndim))
-    error = jnp.sqrt(jnp.sum((got - want) ** 2, axis=inside))
-    return jnp.sqrt(jnp.sum(want**2, axis=inside)), error
-
-
-def assert_close_on_device(
-    got: jax.Array, want: jax.Array, *, rel: float, name: str, whole: bool = False
-) -> None:
-    """`assert_close` of arrays for which the host would take minutes.
-
-    Args:
-      got: a result.
-      want: what it should be, of the same shape.
-      rel: largest relative Frobenius error.
-      name: for the message.
-      whole: whether the array counts as one row; else its leading axis has rows, whose
-        worst block is held to `assert_close`'s limit, too.
-
-    Raises:
-      AssertionError: they are further apart.
-    """
-    # One number a row: `assert_close` finds the same norms and blocks in these.
-    length, error = _lengths(got, want, whole)
-    assert_close(length + error, length, rel=rel, name=name)
-
-
 def _compare(got: jax.Array, want: jax.Array, rel: float | None, name: str) -> None:
     large = got.size > _ON_DEVICE and jnp.issubdtype(got.dtype, jnp.floating)
     if large and got.shape == want.shape:
@@ -179,8 +146,20 @@ def _compare(got: jax.Array, want: jax.Array, rel: float | None, name: str) -> N
         assert_close(got, want, rel=rel, name=name)
 
 
+def _exact(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        for a in args
+    )
+
+
 def check(
-    case: Case, got: Any, args: tuple[Any, ...], *, prefix: bool = False
+    case: Case,
+    got: Any,
+    args: tuple[Any, ...],
+    reference: Callable[..., Any],
+    *,
+    prefix: bool = False,
 ) -> str | None:
     """What is wrong with a result, `None` if it is the reference's.
 
@@ -188,13 +167,10 @@ def check(
       case: the workload.
       got: the result.
       args: what it was computed from.
+      reference: the case's, compiled.
       prefix: whether `got` may hold only the first of the reference's results.
     """
-    exact = tuple(
-        a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
-        for a in args
-    )
-    want = jax.tree.leaves(jax.jit(case.reference)(*exact))
+    want = jax.tree.leaves(reference(*_exact(args)))
     leaves = jax.tree.leaves(got)
     if prefix:
         want = want[: len(leaves)]
@@ -224,31 +200,78 @@ def measure_case(
       implementations: names of those to measure; `None` for those of
         `IMPLEMENTATIONS` that the op has.
     """
-    picked = case.picked()
+    return measure_prepared(prepare(case, peers, implementations), limits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A workload whose contenders are compiled.
+
+    Attributes:
+      case: the workload.
+      picked: what `implementation=None` would run, in words.
+      named: whether the caller asked for these implementations.
+      ours, rivals: name -> contender, or the run that it will never make.
+      reference: the compiled reference, `None` if nothing can run.
+    """
+
+    case: Case
+    picked: str
+    named: bool
+    ours: Mapping[str, _Contender | _Run]
+    rivals: Mapping[str, _Contender | _Run]
+    reference: Callable[..., Any] | None
+
+
+def prepare(
+    case: Case, peers: list[str], implementations: list[str] | None = None
+) -> Prepared:
+    """Does everything of a workload that takes the host's time; as `measure_case`."""
     names = IMPLEMENTATIONS if implementations is None else implementations
+    ours: dict[str, _Contender | _Run] = {}
+    rivals: dict[str, _Contender | _Run] = {}
+    reference, doing = None, "no arguments"
     try:
         args = case.arguments(jax.random.key(0))
+        doing = "no reference"
+        reference = jax.jit(case.reference).lower(*_exact(args)).compile()
     except RuntimeError as error:  # such as memory that does not suffice
-        runs = {name: _Run({}, "", f"no arguments: {_reason(error)}") for name in names}
-        rivals = {}
+        refused = _Run({}, "", f"{doing}: {_reason(error)}")
+        ours = dict.fromkeys(names, refused)
     else:
-        runs = {
-            name: _time(case, functools.partial(_ours, case, name), args)
-            for name in names
-        }
-        rivals = {
-            name: runs[name] if name in runs else _time(case, make, args, rival=True)
-            for name, make in case.peers.items()
-            if name in peers
-        }
-    for name, ours in runs.items():
-        if ours.unknown and implementations is None:
+        for name in names:
+            ours[name] = _made(functools.partial(_ours, case, name), args)
+        for name, make in case.peers.items():
+            if name in peers and name not in ours:
+                rivals[name] = _made(make, args, rival=True)
+    return Prepared(
+        case=case,
+        picked=case.picked(),
+        named=implementations is not None,
+        ours=ours,
+        rivals=rivals | {name: ours[name] for name in ours if name in peers},
+        reference=reference,
+    )
+
+
+def measure_prepared(prepared: Prepared, limits: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a prepared workload; as `measure_case`."""
+    case, runs = prepared.case, {}
+    with timing.alone():
+        args = case.arguments(jax.random.key(0)) if prepared.reference else ()
+        for name, contender in {**prepared.rivals, **prepared.ours}.items():
+            runs[name] = _time(prepared, contender, args)
+    for name in prepared.ours:
+        ours = runs[name]
+        if ours.unknown and not prepared.named:
             continue
-        against = {p: r for p, r in rivals.items() if p != name and ours.times}
+        against = {p: runs[p] for p in prepared.rivals if p != name and ours.times}
         against = against or {None: None}
         for peer, theirs in against.items():
             for cache in ours.times or {"warm": None}:
-                yield _row(case, limits, picked, name, ours, peer, theirs, cache)
+                yield _row(
+                    case, limits, prepared.picked, name, ours, peer, theirs, cache
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,32 +298,59 @@ class _Compiled:
         return timing.measure(self.fn, args)
 
 
-def _time(
-    case: Case,
+@dataclasses.dataclass(frozen=True)
+class _Contender:
+    timed: Any  # a `TimedPeer` or `_Compiled`
+    version: str
+    rival: bool
+
+    @property
+    def failures(self) -> type[Exception] | tuple[type[Exception], ...]:
+        # Somebody else's code may fail in any way, and must not cost the other rows.
+        # NotImplementedError and out of memory are RuntimeErrors.
+        return Exception if self.rival else (ImportError, RuntimeError)
+
+
+def _made(
     make: Callable[[], tuple[Callable[..., Any] | TimedPeer, str]],
     args: tuple[Any, ...],
     rival: bool = False,
-) -> _Run:
-    # Somebody else's code may fail in any way, and must not cost the other rows.
-    failures = Exception if rival else (ImportError, RuntimeError)
-    version, doing = "", "did not run"
+) -> _Contender | _Run:
+    failures = _Contender(None, "", rival).failures
+    version = ""
     try:
         fn, version = make()
         if isinstance(fn, TimedPeer):
-            timed = fn
+            timed: Any = fn
+            timed.results(args)  # it compiles and tunes on first use
         else:
             timed = _Compiled(jax.jit(fn).lower(*args).compile())
-        with timing.alone():
-            got = timed.results(args)
-            doing = "could not be checked"
-            if (wrong := check(case, got, args, prefix=timed is fn)) is not None:
-                return _Run({}, version, f"wrong result: {wrong}")
-            del got  # its memory is wanted by the calls that are timed
-            doing = "could not be timed"
-            times = timed.measure(args)
     except UnknownImplementation as error:
-        return _Run({}, version, f"{doing}: {error}", unknown=True)
-    except failures as error:  # NotImplementedError and out of memory among them
+        return _Run({}, version, f"did not run: {error}", unknown=True)
+    except failures as error:
+        return _Run({}, version, f"did not run: {_reason(error)}")
+    return _Contender(timed, version, rival)
+
+
+def _time(
+    prepared: Prepared, contender: _Contender | _Run, args: tuple[Any, ...]
+) -> _Run:
+    if isinstance(contender, _Run):
+        return contender
+    timed, version, reference = contender.timed, contender.version, prepared.reference
+    assert reference is not None
+    doing = "did not run"
+    try:
+        got = timed.results(args)
+        doing = "could not be checked"
+        prefix = not isinstance(timed, _Compiled)
+        wrong = check(prepared.case, got, args, reference, prefix=prefix)
+        if wrong is not None:
+            return _Run({}, version, f"wrong result: {wrong}")
+        del got  # its memory is wanted by the calls that are timed
+        doing = "could not be timed"
+        times = timed.measure(args)
+    except contender.failures as error:
         return _Run({}, version, f"{doing}: {_reason(error)}")
     return _Run({t.cache: t for t in times}, version, timed.note)
 
@@ -404,13 +454,20 @@ def run(
       not run, has `"ms": None` and says why in `"note"`.
     """
     specs = importlib.import_module(f"pallas_kernels.{op}.specs")
+    cases = _cases(specs, tag)[share[0] :: share[1]]
+    make = functools.partial(prepare, peers=peers, implementations=implementations)
+    prepared: Iterable[Prepared] = map(make, cases)
+    if timing.takes_turns():
+        # Compiling tunes on the card, so all of it comes before any measuring.
+        with timing.together():
+            prepared = list(prepared)
     with timing.alone():
         limits = ceilings()
     about = stamp(commit)
     rows: list[dict[str, Any]] = []
     results = {"ceilings": {**dataclasses.asdict(limits), **about}, "rows": rows}
-    for case in _cases(specs, tag)[share[0] :: share[1]]:
-        for row in measure_case(case, limits, peers, implementations):
+    for workload in prepared:
+        for row in measure_prepared(workload, limits):
             rows.append({"op": op, **row, **about})
             print(_line(rows[-1]), flush=True)
         if save is not None:
@@ -486,63 +543,6 @@ def _line(row: Mapping[str, Any]) -> str:
     return text + (f"  ({row['note']})" if row["note"] else "")
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """The Markdown table of a result file."""
-    limits = results["ceilings"]
-    lines = [
-        f"{limits['device']}, jax {limits['jax']}, {limits['date']}, commit "
-        f"{limits['commit']}. Ceilings in the same call: copy "
-        f"{limits['gbps']:.0f} GB/s, bf16 matmul {limits['tflops']:.0f} TFLOP/s.",
-        "",
-        "| workload | runs | cache | ms | GB/s | share of ceiling | peer | peer ms "
-        "| ratio | picked | note |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        cells = (
-            row["workload"],
-            row["implementation"],
-            row["cache"],
-            row["ms"],
-            row["gbps"],
-            row["share_of_ceiling"],
-            row["peer"],
-            row["peer_ms"],
-            row["ratio"],
-            row["picked"],
-            row["note"],
-        )
-        lines.append(
-            "| " + " | ".join("" if c is None else str(c) for c in cells) + " |"
-        )
-    return "\n".join(lines)
-
-
-def rendered(readme: str, results: Mapping[str, Any]) -> str:
-    """A README with the table between its markers replaced.
-
-    Raises:
-      ValueError: the markers are missing.
-    """
-    if BEGIN not in readme or END not in readme:
-        raise ValueError(f"no {BEGIN!r} and {END!r} in the README")
-    before, rest = readme.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
-
-
-def render(ops: list[str]) -> None:
-    """Rewrites the README tables of the ops that have a result file."""
-    for op in ops:
-        source = ROOT / "experiments" / "results" / f"{op}_h200.json"
-        if source.is_file():
-            readme = ROOT / "pallas_kernels" / op / "README.md"
-            readme.write_text(
-                rendered(readme.read_text(), json.loads(source.read_text()))
-            )
-            print(f"{readme.relative_to(ROOT)} from {source.relative_to(ROOT)}")
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status, 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench")
@@ -562,7 +562,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--render", action="store_true", help="rewrite README tables")
     options = parser.parse_args(argv)
     if options.render:
-        render([options.op] if options.op else list(_OPS))
+        report.render([options.op] if options.op else list(_OPS))
         return 0
     if options.op is None or options.json is None:
         parser.error("OP and --json FILE are needed to measure")

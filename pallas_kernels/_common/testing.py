@@ -6,9 +6,11 @@ red for one unlucky rounding. These three together are neither.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -103,3 +105,37 @@ def _assert_blocks(got, want, limit, block_axes, name):
             f"{name}: block {where} of axes {axes} has relative error {worst:.3g}, "
             f"limit {limit:.3g}"
         )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _lengths(
+    got: jax.Array, want: jax.Array, whole: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Euclidean lengths of the expected rows and of their errors, f32[rows] each."""
+    if whole:
+        got, want = got[None], want[None]
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    inside = tuple(range(1, got.ndim))
+    error = jnp.sqrt(jnp.sum((got - want) ** 2, axis=inside))
+    return jnp.sqrt(jnp.sum(want**2, axis=inside)), error
+
+
+def assert_close_on_device(
+    got: jax.Array, want: jax.Array, *, rel: float, name: str, whole: bool = False
+) -> None:
+    """`assert_close` of arrays for which the host would take minutes.
+
+    Args:
+      got: a result.
+      want: what it should be, of the same shape.
+      rel: largest relative Frobenius error.
+      name: for the message.
+      whole: whether the array counts as one row; else its leading axis has rows, whose
+        worst block is held to `assert_close`'s limit, too.
+
+    Raises:
+      AssertionError: they are further apart.
+    """
+    # One number a row: `assert_close` finds the same norms and blocks in these.
+    length, error = _lengths(got, want, whole)
+    assert_close(length + error, length, rel=rel, name=name)

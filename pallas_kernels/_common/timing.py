@@ -38,20 +38,34 @@ class Timing:
     cache: str
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Keeps other measuring processes off the card, if `DEVICE_LOCK` is set.
+def takes_turns() -> bool:
+    """Whether other processes may be measuring on this card."""
+    return bool(os.environ.get(DEVICE_LOCK))
 
-    Compiling takes far longer than measuring, so several processes may compile side by
-    side and enter this one at a time. Must not be nested.
-    """
+
+@contextlib.contextmanager
+def _locked(how: int) -> Iterator[None]:
     path = os.environ.get(DEVICE_LOCK)
     if not path:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+        fcntl.flock(file, how)  # released with the file
         yield
+
+
+def alone() -> contextlib.AbstractContextManager[None]:
+    """Keeps other processes off the card, if `DEVICE_LOCK` names a file.
+
+    Compiling takes far longer than measuring, so several processes compile side by
+    side and measure one at a time. Must not be nested.
+    """
+    return _locked(fcntl.LOCK_EX)
+
+
+def together() -> contextlib.AbstractContextManager[None]:
+    """Keeps `alone` waiting: for what uses the card but is not measured."""
+    return _locked(fcntl.LOCK_SH)
 
 
 def measure(

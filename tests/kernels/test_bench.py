@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._common import bench, dispatch, timing
+from pallas_kernels._common import bench, dispatch, report, timing
 
 
 LIMITS = bench.Ceilings(gbps=1000.0, tflops=10.0)
@@ -181,13 +181,13 @@ def test_the_command_writes_rows_and_fails_on_a_wrong_one(tmp_path, monkeypatch)
     assert written["ceilings"]["gbps"] == 1000.0
     first = written["rows"][0]
     assert {"op", "device", "jax", "date", "commit"} <= first.keys()
-    readme = f"# op\n{bench.BEGIN}\nold\n{bench.END}\ntail\n"
-    text = bench.rendered(readme, written)
+    readme = f"# op\n{report.BEGIN}\nold\n{report.END}\ntail\n"
+    text = report.rendered(readme, written)
     assert "old" not in text
     assert "add 4x256" in text
     assert "wrong result" in text
-    assert text.endswith(f"{bench.END}\ntail\n")
-    assert bench.rendered(text, written) == text
+    assert text.endswith(f"{report.END}\ntail\n")
+    assert report.rendered(text, written) == text
 
 
 def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeypatch):
@@ -249,7 +249,7 @@ def test_measuring_needs_an_op_and_a_file():
     with pytest.raises(SystemExit):
         bench.main(["rms_norm"])
     with pytest.raises(ValueError, match="BEGIN"):
-        bench.rendered("no markers", {})
+        report.rendered("no markers", {})
 
 
 def test_a_tables_file_and_its_readme_agree():
@@ -257,7 +257,7 @@ def test_a_tables_file_and_its_readme_agree():
         readme = bench.ROOT / "pallas_kernels" / file.name.removesuffix("_h200.json")
         if (readme / "README.md").is_file():
             text = (readme / "README.md").read_text()
-            assert bench.rendered(text, json.loads(file.read_text())) == text
+            assert report.rendered(text, json.loads(file.read_text())) == text
 
 
 def test_kernel_times_are_split_evenly_or_not_at_all():
