@@ -9,7 +9,11 @@
 - "train": means over the steps since the last row ("loss", "nats_per_token",
   "nats_per_byte", "accuracy", "grad_norm", "lr", "router_*"), "tokens_seen",
   "seconds_per_step", "tokens_per_second", "tflops", "mfu", "data_wait" (a fraction) and
-  "peak_memory_bytes"
+  "peak_memory_bytes". Of routers, over all layers of a step: "router_balance_loss",
+  "router_entropy" in nats, "router_max_violation" (the fullest expert's load over the
+  mean, minus one), "router_min_load" (the emptiest one's over the mean),
+  "router_dead_experts" (their number) and "router_overflow" (share of rows that found
+  no room on their expert's device)
 - "sample": "text"
 - "end": "interrupted", "train_seconds" of all lives of the run, without what was lost
   between a checkpoint and a kill

@@ -89,6 +89,7 @@ class BatchSums:
       balance: f32[], part of the routers' balance loss, mean over layers.
       counts: i32[L, E], tokens that each expert of each layer got, or `None`.
       mtp_counts: i32[E], the same for the multi-token prediction block.
+      overflow: i32[L], rows of each layer that found no room, or `None`.
     """
 
     loss: jax.Array
@@ -99,6 +100,7 @@ class BatchSums:
     balance: jax.Array
     counts: jax.Array | None
     mtp_counts: jax.Array | None
+    overflow: jax.Array | None = None
 
 
 Loss = Callable[..., tuple[jax.Array, BatchSums]]
@@ -189,6 +191,7 @@ def language_model_loss(
         balance=balance,
         counts=None if aux is None else aux.counts,
         mtp_counts=mtp_counts,
+        overflow=None if aux is None else aux.overflow,
     )
 
 
@@ -242,31 +245,38 @@ def update_router_biases(
         excess = load - jnp.mean(load, axis=-1, keepdims=True)
         return bias - rate * jnp.sign(excess)
 
-    updated = dict(buffers)
-    biases = [name for name in buffers if name.endswith("router/bias")]
-    stacked = [name for name in biases if num_stacked_axes(name)]
+    counts = _router_counts(buffers, sums, "router/bias")
+    return {**buffers, **{n: moved(buffers[n], c) for n, c in counts.items()}}
+
+
+def _router_counts(
+    buffers: Mapping[str, jax.Array], sums: BatchSums, ending: str
+) -> dict[str, jax.Array]:
+    """The counts behind each buffer whose name ends so, i32[P, E] or i32[E]."""
+    found = {}
+    names = [name for name in buffers if name.endswith(ending)]
+    stacked = [name for name in names if num_stacked_axes(name)]
     if stacked and sums.counts is not None:
         stacked.sort(key=lambda name: int(name.split("/")[1]))
         # Layers come period by period, so positions alternate within a period.
         counts = sums.counts.reshape(-1, len(stacked), sums.counts.shape[-1])
-        for position, name in enumerate(stacked):
-            updated[name] = moved(buffers[name], counts[:, position])  # [P, E]
-    for name in biases:
+        found = {name: counts[:, place] for place, name in enumerate(stacked)}
+    for name in names:
         if name not in stacked and sums.mtp_counts is not None:
-            updated[name] = moved(buffers[name], sums.mtp_counts)
-    return updated
+            found[name] = sums.mtp_counts
+    return found
 
 
 def _gradients(parts, config, loss, state, batch, rng):
     """f32 gradients and sums of a whole batch, micro-batch by micro-batch."""
     totals = batch_totals(batch)
 
-    def part(params, batch, rng):
-        model = parts.merge(params, state.buffers)
+    def part(params, batch, rng, buffers):
+        model = parts.merge(params, buffers)
         return loss(model, batch, totals, rng, config)
 
-    def gradient(batch, rng):
-        grads, sums = jax.grad(part, has_aux=True)(state.params, batch, rng)
+    def gradient(batch, rng, buffers=state.buffers):
+        grads, sums = jax.grad(part, has_aux=True)(state.params, batch, rng, buffers)
         return cast_floats(grads, jnp.float32), sums
 
     if config.accumulation == 1:
@@ -277,7 +287,11 @@ def _gradients(parts, config, loss, state, batch, rng):
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def accumulate(carry, xs):
-        return jax.tree.map(jnp.add, carry, gradient(*xs)), None
+        # Routers whose loss looks at the whole batch see what came before.
+        loads = _router_counts(state.buffers, carry[1], "router/load")
+        batch, rng = xs
+        new = gradient(batch, rng, {**state.buffers, **loads})
+        return jax.tree.map(jnp.add, carry, new), None
 
     (grads, sums), _ = jax.lax.scan(accumulate, zeros, (micro, rngs))
     return grads, sums, totals
@@ -302,6 +316,11 @@ def _metrics(sums: BatchSums, totals: BatchTotals, config: TrainConfig) -> Metri
         metrics["router_entropy"] = jnp.mean(entropy)
         metrics["router_max_violation"] = jnp.max(share) * load.shape[-1] - 1.0
         metrics["router_dead_experts"] = jnp.sum((load == 0).astype(jnp.float32))
+        metrics["router_min_load"] = jnp.min(share) * load.shape[-1]
+    if sums.overflow is not None and sums.counts is not None:
+        lost = jnp.sum(sums.overflow).astype(jnp.float32)
+        routed = jnp.maximum(jnp.sum(sums.counts.astype(jnp.float32)), 1.0)
+        metrics["router_overflow"] = lost / routed
     return metrics
 
 

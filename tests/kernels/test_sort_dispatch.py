@@ -11,8 +11,11 @@ from pallas_kernels._common.testing import assert_close
 from pallas_kernels.sort_dispatch import (
     api,
     combine,
+    limit_rows,
     permute,
     reference,
+    row_weights,
+    slot_values,
     sort_dispatch,
     specs,
     xla,
@@ -169,3 +172,38 @@ def test_errors_name_the_value():
         combine(np.zeros((8, 5), np.float32), plan, np.zeros((4, 2), np.float16))
     with pytest.raises(ValueError, match="implementation='mosaic' is unknown"):
         sort_dispatch(ids, 3, implementation="mosaic")
+
+
+@pytest.mark.parametrize("rows", [1, 17, 42])
+def test_a_plan_cut_off_drops_the_slots_behind(rows):
+    """As if the slots of the rows behind were sent nowhere."""
+    ids = patterns()["with_unrouted"].astype(np.int32)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((21, 4), np.float32)
+    weights = rng.random((21, 2), np.float32)
+
+    @jit
+    def run(ids, x, weights):
+        plan = sort_dispatch(ids, 5)
+        cut = limit_rows(plan, rows)
+
+        def through(x, weights):
+            return combine(permute(x, cut), cut, weights)
+
+        o, pull = jax.vjp(through, x, weights)
+        by_row = row_weights(cut, weights)
+        return plan, cut, o, pull(o), by_row, slot_values(cut, by_row)
+
+    plan, cut, o, (dx, d_weights), by_row, back = run(ids, x, weights)
+    total = min(rows, int(np.sum(plan.group_sizes)))
+    assert int(np.sum(cut.group_sizes)) == total
+    kept = np.asarray(plan.row) < total
+    share = np.where(kept, weights, 0)
+    assert_close(o, share.sum(1, keepdims=True) * x, rel=1e-6)
+    assert_close(dx, share.sum(1, keepdims=True) * np.asarray(o), rel=1e-6)
+    inner = np.sum(x * np.asarray(o), axis=1, keepdims=True)
+    assert_close(d_weights, np.where(kept, inner, 0), rel=1e-6)
+    assert by_row.shape == (rows,)
+    np.testing.assert_array_equal(back, share)
+    with pytest.raises(ValueError, match="rows is 43"):
+        limit_rows(plan, 43)

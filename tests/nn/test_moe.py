@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxaccel.data.batch import packing_metadata
+from jaxaccel.nn.latent_moe import LatentMoE
 from jaxaccel.nn.mlp import MLP, MLPConfig
 from jaxaccel.nn.moe import MoE
 from jaxaccel.nn.router import MoEConfig
@@ -18,6 +19,7 @@ CONFIGS = {
         num_experts=4,
         top_k=2,
         d_ff=6,
+        d_latent=4,
         activation="relu2",
         score="sigmoid",
         scale=2.5,
@@ -35,17 +37,37 @@ def _dense(layer, x, real):
     one_hot = jax.nn.one_hot(routing.expert_ids, config.num_experts)
     weights = jnp.einsum("btke,btk->bte", one_hot, routing.weights)
     weights = jnp.where(real[:, :, None], weights, 0.0)
-    hidden = jnp.einsum("btd,edf->btef", x, layer.w_in[...])
+    h = x @ layer.latent_in.kernel[...] if config.d_latent else x
+    hidden = jnp.einsum("btd,edf->btef", h, layer.w_in[...])
     if config.activation == "swiglu":
         gate, up = jnp.split(hidden, 2, -1)
         hidden = jax.nn.silu(gate) * up
     else:
         hidden = jax.nn.relu(hidden) ** 2
     y = jnp.einsum("btef,efd,bte->btd", hidden, layer.w_out[...], weights)
+    if config.d_latent:
+        y = y @ layer.latent_out.kernel[...]
     shared = layer.shared(x)
     if config.shared_gate:
         shared = shared * jax.nn.sigmoid(layer.shared_gate(x))
     return y + shared
+
+
+def test_router_and_shared_expert_read_the_full_width():
+    shapes = nnx.eval_shape(lambda: LatentMoE(CONFIGS["nemotron"], 8, rngs=nnx.Rngs(0)))
+    kernels = {
+        "router": (8, 4),
+        "latent_in": (8, 4),
+        "latent_out": (4, 8),
+    }
+    for name, shape in kernels.items():
+        assert getattr(shapes, name).kernel.shape == shape
+    assert (shapes.w_in.shape, shapes.w_out.shape) == ((4, 4, 6), (4, 6, 4))
+    assert shapes.shared.up_proj.kernel.shape == (8, 5)
+    with pytest.raises(ValueError, match="d_latent=0"):
+        LatentMoE(CONFIGS["qwen"], 8, rngs=nnx.Rngs(0))
+    shapes = nnx.eval_shape(lambda: MoE(CONFIGS["qwen"], 8, rngs=nnx.Rngs(0)))
+    assert not hasattr(shapes, "latent_in")
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))

@@ -219,8 +219,31 @@ def test_load_figures():
         ({"z_loss_coef": -1.0}, r"z_loss_coef=-1\.0"),
         ({"shared_gate": True}, "shared_gate=True"),
         ({"d_ff": 0}, "d_ff=0"),
+        ({"d_latent": -1}, "d_latent=-1"),
+        ({"expert_exchange": "ring"}, "expert_exchange='ring' is unknown"),
+        ({"expert_capacity": -0.5}, r"expert_capacity=-0\.5"),
+        (
+            {"global_balance_loss_coef": 0.1, "balance_counts": "unbiased"},
+            r"global_balance_loss_coef=0\.1 needs balance_counts='selected'",
+        ),
     ],
 )
 def test_bad_configs_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         _config(**changes)
+
+
+def test_the_global_loss_counts_earlier_micro_batches(logits):
+    """Alone it is the Switch loss; behind others its counts are theirs and its own."""
+    switch = _losses(_config(balance_loss_coef=0.5), logits, None)[1]
+    config = _config(global_balance_loss_coef=0.5)
+    routing, alone = _losses(config, logits, None)
+    np.testing.assert_allclose(alone.balance_loss, switch.balance_loss, rtol=1e-6)
+    before = jnp.arange(8, dtype=jnp.int32) * 7
+    counts = alone.counts
+    got = router_aux(routing, counts, config, load_before=before)
+    share = np.asarray(before + counts) / (np.asarray(before).sum() + counts.sum())
+    mean = _softmax(np.asarray(logits)).mean(axis=(0, 1))
+    want = 0.5 * 8 * np.sum(share * mean)
+    np.testing.assert_allclose(got.balance_loss, want, rtol=1e-5)
+    assert int(got.overflow) == 0

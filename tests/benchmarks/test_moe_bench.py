@@ -1,0 +1,109 @@
+"""The benchmark of mixtures checks results before it tells a speed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaccel import benchmarks
+from jaxaccel.benchmarks import moe, moe_rivals
+from pallas_kernels._common import bench, timing
+
+
+PRESET = """
+import jaxaccel.config.moe
+MoEBenchConfig:
+    moe = @MoEConfig()
+    d_model = 16
+    tokens = 24
+    dtype = "float32"
+MoEConfig:
+    num_experts = 4
+    top_k = 2
+    d_ff = 12
+    d_latent = 8
+    activation = "relu2"
+    score = "sigmoid"
+    bias_update_rate = 1e-3
+    sequence_balance_loss_coef = 1e-4
+    shared_d_ff = 8
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_run(monkeypatch):
+    """One call instead of many; it is not the time that is tested."""
+
+    def once(fn, args):
+        jax.block_until_ready(fn(*args))
+        return [timing.Timing(ms=2.0, timer="host", cache="warm")]
+
+    monkeypatch.setattr(timing, "measure", once)
+    monkeypatch.setattr(moe, "ceilings", lambda: bench.Ceilings(gbps=1.0, tflops=1e-6))
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_rows_of_a_layer(tmp_path, monkeypatch):
+    # The same comparison as that of the dispatch rows.
+    monkeypatch.setattr(moe, "routed_check", lambda config, name: None)
+    preset, path = tmp_path / "small.gin", tmp_path / "rows.json"
+    preset.write_text(PRESET)
+    options = [f"--gin_file={preset}", f"--json={path}", "--implementations=reference"]
+    options += ["--parts=layer", "--directions=fwd+bwd"]
+    assert benchmarks.main(["moe", *options]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["workload"] == "small T24 fwd+bwd"
+    assert set(row["parts_ms"]) == {"router", "plan", "permute", "combine"}
+    # Four parts and the layer take 2 ms each here.
+    assert (row["overhead_ms"], row["share"]) == (8.0, 4.0)
+    assert row["share_of_experts"] == 4.0
+    routed, other = 24 * 2 * 2 * 8 * 12, 24 * (4 * 16 + 2 * 8 * 16 + 2 * 8 * 16)
+    assert row["gemm_ms"] == pytest.approx(3 * 2 * (routed + other) / 1e3, rel=1e-3)
+    assert row["ratio"] == pytest.approx(2.0 / row["gemm_ms"], rel=1e-3)
+    assert row["temp_gib"] > 0
+    assert row["device"]
+
+
+def test_dispatch_has_no_speed_for_a_wrong_result(monkeypatch, tmp_path):
+    """One place too few for the fullest expert: a table of one-hot vectors drops it."""
+    full = moe_rivals.capacity_of
+    monkeypatch.setattr(moe_rivals, "capacity_of", lambda *a: full(*a) // 2)
+    path = tmp_path / "rows.json"
+    sizes = ["--tokens=24", "--top_k=2", "--d_model=8", "--d_ff=12", "--experts=4"]
+    options = ["--dtype=float32", "--implementations=xla", f"--json={path}"]
+    options += ["--parts=dispatch", "--directions=fwd"]
+    assert benchmarks.main(["moe", *sizes, *options]) == 1
+    rows = {r["implementation"]: r for r in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["sort xla", "one_hot", "loop"]
+    assert rows["sort xla"]["note"] == rows["loop"]["note"] == ""
+    assert rows["one_hot"]["note"].startswith("wrong result: y")
+    assert [row["ms"] for row in rows.values()] == [2.0, None, 2.0]
+    assert [row["ratio"] for row in rows.values()] == [1.0, None, 1.0]
+
+
+def test_an_expert_alone_can_be_wrong():
+    want = tuple(np.ones((4, 3, 3), np.float32) for _ in moe_rivals.RESULTS)
+    got = [jnp.asarray(a) for a in want]
+    assert moe_rivals.wrong(tuple(got), want) is None
+    got[3] = got[3].at[2].multiply(1.1)
+    assert moe_rivals.wrong(tuple(got), want).startswith("dw_in")
+
+
+def test_what_cannot_run_is_a_row():
+    def refuse(*args):
+        raise NotImplementedError("no kernel")
+
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte is missing")
+
+    assert moe.measure(refuse, (jnp.ones(2),)).note == "not available: no kernel"
+    assert moe.measure(full, (jnp.ones(2),)).note == "out of memory"
+
+
+def test_unknown_names_are_told(tmp_path):
+    with pytest.raises(ValueError, match="--parts 'layers' is unknown"):
+        benchmarks.main(["moe", "--parts=layers", f"--json={tmp_path / 'x.json'}"])
