@@ -16,20 +16,17 @@ import datetime
 import functools
 import importlib
 import json
-import os
 import pathlib
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _OPS
-from pallas_kernels._common import report, timing
+from pallas_kernels._common import jobs, report, timing
 from pallas_kernels._common.dispatch import UnknownImplementation
 from pallas_kernels._common.testing import RELATIVE, assert_close
 from pallas_kernels._common.testing import (
@@ -38,6 +35,9 @@ from pallas_kernels._common.testing import (
 
 
 ROOT = report.ROOT
+# How long a process that shares the card compiles before it measures.
+PREPARE_SECONDS = 60.0
+
 # What is measured if the command names none; an op without one of them skips it.
 IMPLEMENTATIONS = ("mosaic", "xla")
 
@@ -425,8 +425,11 @@ def _commit() -> str | None:
     return answer.stdout.strip() or None
 
 
-def _cases(specs: Any, tags: str) -> list[Case]:
-    return [case for tag in tags.split(",") for case in specs.bench_cases(tag)]
+def _cases(op: str, tags: str, only: str = "") -> list[Case]:
+    """The workloads of some tags whose names contain one of the texts of `only`."""
+    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
+    cases = [case for tag in tags.split(",") for case in specs.bench_cases(tag)]
+    return [c for c in cases if any(text in c.workload for text in only.split(","))]
 
 
 def run(
@@ -437,6 +440,7 @@ def run(
     commit: str | None = None,
     save: Callable[[dict[str, Any]], None] | None = None,
     share: tuple[int, int] = (0, 1),
+    only: str = "",
 ) -> dict[str, Any]:
     """Measures an op.
 
@@ -448,86 +452,35 @@ def run(
       save: called with what there is after each workload, so that a run that is cut
         short leaves its rows.
       share: (i, n): every n-th workload, from i on.
+      only: texts separated by commas; workloads have one of them in their names.
 
     Returns:
       `{"ceilings": {...}, "rows": [...]}`; a row whose result was wrong, or that could
       not run, has `"ms": None` and says why in `"note"`.
     """
-    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
-    cases = _cases(specs, tag)[share[0] :: share[1]]
+    pending = _cases(op, tag, only)[share[0] :: share[1]]
     make = functools.partial(prepare, peers=peers, implementations=implementations)
-    prepared: Iterable[Prepared] = map(make, cases)
-    if timing.takes_turns():
-        # Compiling tunes on the card, so all of it comes before any measuring.
-        with timing.together():
-            prepared = list(prepared)
-    with timing.alone():
-        limits = ceilings()
     about = stamp(commit)
+    limits: Ceilings | None = None
     rows: list[dict[str, Any]] = []
-    results = {"ceilings": {**dataclasses.asdict(limits), **about}, "rows": rows}
-    for workload in prepared:
-        for row in measure_prepared(workload, limits):
-            rows.append({"op": op, **row, **about})
-            print(_line(rows[-1]), flush=True)
-        if save is not None:
-            save(results)
-    return results
-
-
-def run_in_jobs(
-    op: str,
-    tag: str,
-    arguments: Sequence[str],
-    jobs: int,
-    save: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """`run` by several processes, which compile side by side and measure in turn.
-
-    Args:
-      op, tag, save: as for `run`.
-      arguments: of this command, without `--jobs` and `--json`.
-      jobs: how many processes.
-
-    Returns:
-      What `run` does, workloads in the same order; the ceilings are the first's.
-
-    Raises:
-      RuntimeError: a process ended without its results.
-    """
-    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
-    order = [case.workload for case in _cases(specs, tag)]
-    jobs = min(jobs, len(order))
-    with tempfile.TemporaryDirectory() as folder:
-        files = [pathlib.Path(folder, f"{i}.json") for i in range(jobs)]
-        lock = {
-            timing.DEVICE_LOCK: str(pathlib.Path(folder, "lock")),
-            # All of them keep arrays on the card at a time.
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        }
-        command = [sys.executable, "-m", "pallas_kernels.bench", *arguments]
-        children = [
-            subprocess.Popen(
-                [*command, "--share", f"{i}/{jobs}", "--json", str(files[i])],
-                env=lock | os.environ,
-                cwd=ROOT,
-            )
-            for i in range(jobs)
-        ]
-        results: dict[str, Any] = {}
-        running = True
-        while running:
-            running = any(child.poll() is None for child in children)
-            parts = [json.loads(file.read_text()) for file in files if file.exists()]
-            if parts:
-                rows = [row for part in parts for row in part["rows"]]
-                rows.sort(key=lambda row: order.index(row["workload"]))
-                results = {"ceilings": parts[0]["ceilings"], "rows": rows}
+    results: dict[str, Any] = {"ceilings": about, "rows": rows}
+    # Compiling tunes on the card, so much of it comes before any measuring there.
+    seconds = PREPARE_SECONDS if timing.takes_turns() else 0.0
+    while pending:
+        prepared, start = [], time.monotonic()
+        with timing.together():
+            while pending and (not prepared or time.monotonic() - start < seconds):
+                prepared.append(make(pending.pop(0)))
+        if limits is None:
+            with timing.alone():
+                limits = ceilings()
+            results["ceilings"] = {**dataclasses.asdict(limits), **about}
+        for workload in prepared:
+            for row in measure_prepared(workload, limits):
+                rows.append({"op": op, **row, **about})
+                print(_line(rows[-1]), flush=True)
+            if save is not None:
                 save(results)
-            time.sleep(0.5)
-    failed = [i for i, file in enumerate(children) if file.returncode not in (0, 1)]
-    if failed or not results:
-        raise RuntimeError(f"bench {op}: processes {failed} of {jobs} failed")
     return results
 
 
@@ -558,6 +511,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that compile side by side"
     )
+    parser.add_argument("--only", default="", help="parts of names of workloads")
     parser.add_argument("--share", default="0/1", help="I/N: every N-th workload")
     parser.add_argument("--render", action="store_true", help="rewrite README tables")
     options = parser.parse_args(argv)
@@ -577,11 +531,14 @@ def main(argv: list[str] | None = None) -> int:
 
     if options.jobs > 1:
         arguments = [options.op, "--peers", options.peers, "--specs", options.specs]
+        arguments += ["--only", options.only]
         if names is not None:
             arguments += ["--implementations", names]
         if options.commit:
             arguments += ["--commit", options.commit]
-        results = run_in_jobs(options.op, options.specs, arguments, options.jobs, save)
+        cases = _cases(options.op, options.specs, options.only)
+        order = [case.workload for case in cases]
+        results = jobs.run_in_jobs(options.op, order, arguments, options.jobs, save)
     else:
         first, step = options.share.split("/")
         results = run(
@@ -592,6 +549,7 @@ def main(argv: list[str] | None = None) -> int:
             options.commit,
             save,
             (int(first), int(step)),
+            options.only,
         )
     save(results)
     wrong = [r for r in results["rows"] if "wrong result" in r["note"]]

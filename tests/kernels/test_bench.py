@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._common import bench, dispatch, report, timing
+from pallas_kernels._common import bench, dispatch, jobs, report, timing
 
 
 LIMITS = bench.Ceilings(gbps=1000.0, tflops=10.0)
@@ -99,7 +99,7 @@ def test_one_that_breaks_leaves_a_note_and_the_others_their_times():
 
     for change, text in (
         ({"arguments": too_large}, "no arguments: xxx"),
-        ({"reference": too_large}, "could not be checked: xxx"),
+        ({"reference": too_large}, "no reference: xxx"),
     ):
         (row,) = rows(dataclasses.replace(case(), **change))
         assert text in row["note"]
@@ -209,19 +209,25 @@ def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeyp
         def poll(self):
             return self.returncode
 
-    monkeypatch.setattr(bench.subprocess, "Popen", Job)
+    monkeypatch.setattr(jobs.subprocess, "Popen", Job)
     file = tmp_path / "rows.json"
     arguments = ["rms_norm", "--json", str(file), "--implementations", "xla"]
     assert bench.main([*arguments, "--jobs", "2", "--commit", "abc"]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["workload"] for row in rows] == [case.workload for case in cases]
+    assert (
+        bench.main([*arguments, "--jobs", "2", "--only", "d 3,d 1", "--commit", "abc"])
+        == 0
+    )
+    chosen = json.loads(file.read_text())["rows"]
+    assert [row["workload"] for row in chosen] == ["add 1", "add 3"]
     assert {row["commit"] for row in rows} == {"abc"}
-    (lock,) = {env[timing.DEVICE_LOCK] for env in environments}
-    assert lock
+    locks = [env[timing.DEVICE_LOCK] for env in environments]
+    assert locks[0] == locks[1] != locks[2] == locks[3]
 
     monkeypatch.setattr(bench, "main", lambda arguments: 2)
     with pytest.raises(RuntimeError, match=r"processes \[0, 1\] of 2 failed"):
-        bench.run_in_jobs("rms_norm", "perf", ["rms_norm"], 2, lambda results: None)
+        jobs.run_in_jobs("rms_norm", ["a", "b"], ["rms_norm"], 2, lambda results: None)
 
 
 def test_a_failing_peer_costs_its_own_rows_alone():

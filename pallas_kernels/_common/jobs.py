@@ -1,0 +1,71 @@
+"""A benchmark in several processes: compiling is most of its time, measuring little."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallas_kernels._common import report, timing
+
+
+def run_in_jobs(
+    op: str,
+    order: Sequence[str],
+    arguments: Sequence[str],
+    jobs: int,
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """`bench.run` by several processes, which compile side by side and measure in turn.
+
+    Args:
+      op: its name.
+      order: names of the workloads.
+      arguments: of this command, without `--jobs` and `--json`.
+      jobs: how many processes.
+      save: called with what there is, again and again.
+
+    Returns:
+      What `run` does, workloads in the same order; the ceilings are the first's.
+
+    Raises:
+      RuntimeError: a process ended without its results.
+    """
+    jobs = min(jobs, len(order))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [pathlib.Path(folder, f"{i}.json") for i in range(jobs)]
+        lock = {
+            timing.DEVICE_LOCK: str(pathlib.Path(folder, "lock")),
+            # All of them keep arrays on the card at a time.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        command = [sys.executable, "-m", "pallas_kernels.bench", *arguments]
+        children = [
+            subprocess.Popen(
+                [*command, "--share", f"{i}/{jobs}", "--json", str(files[i])],
+                env=lock | os.environ,
+                cwd=report.ROOT,
+            )
+            for i in range(jobs)
+        ]
+        results: dict[str, Any] = {}
+        running = True
+        while running:
+            running = any(child.poll() is None for child in children)
+            parts = [json.loads(file.read_text()) for file in files if file.exists()]
+            if parts:
+                rows = [row for part in parts for row in part["rows"]]
+                rows.sort(key=lambda row: order.index(row["workload"]))
+                results = {"ceilings": parts[0]["ceilings"], "rows": rows}
+                save(results)
+            time.sleep(0.5)
+    failed = [i for i, file in enumerate(children) if file.returncode not in (0, 1)]
+    if failed or not results:
+        raise RuntimeError(f"bench {op}: processes {failed} of {jobs} failed")
+    return results
