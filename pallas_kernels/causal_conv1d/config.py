@@ -15,6 +15,8 @@ WARPGROUP = 128  # threads
 BARRIER_BYTES = 1024  # 8 for each slot of the largest ring, 8 warpgroups * 16 stages
 LINE = 256  # channels; an edge of what one tensor copy moves is no longer
 
+SHORT = 64  # tokens of a strip whose length costs nothing
+
 WIDTHS = (2, 3, 4)
 CHANNELS = (256, 512, 1024)
 ROWS = (1, 2, 4, 8, 16)  # a step lies inside one word of `tables.packed_reach`
@@ -101,13 +103,23 @@ def heuristic(batch: int, time: int, dim: int, dtype: Any, direction: str) -> Co
     if jnp.dtype(dtype).itemsize == 4:
         channels = LINE
     tiles = dim // channels
-    most = 8 if direction == "fwd" else 4  # the sums of the backward need registers
-    warpgroups = next(n for n in (8, 4, 2, 1) if n <= most and tiles % n == 0)
+    # More warpgroups would leave the backward's sums too few registers.
+    warpgroups = next(n for n in (4, 2, 1) if tiles % n == 0)
     # The backward writes partial sums for each strip, so strips are as long as they
     # can be without an idle SM; a long strip also reads less in front of it.
-    resident = max(4, warpgroups)
+    longest = _time(batch, time, tiles, 4, resident=4)
+    if direction == "fwd" and longest >= SHORT:
+        # Nothing is summed here: short strips end at about the same time.
+        return Config(
+            time=SHORT,
+            channels=channels,
+            warpgroups=warpgroups,
+            rows=8,
+            stages=3,
+            branch=True,
+        )
     return Config(
-        time=_time(batch, time, tiles, 4, resident),
+        time=longest,
         channels=channels,
         warpgroups=warpgroups,
         rows=4,

@@ -316,7 +316,10 @@ def test_the_heuristic_covers_a_row_and_divides_the_channels(batch, time, dim, d
         hw.check_smem(tiling.ring_bytes(inputs_read, dtype))
         tiles = dim // (tiling.channels * tiling.warpgroups)
         blocks = batch * -(-time // tiling.time) * tiles
-        assert blocks * tiling.warpgroups <= max(4, tiling.warpgroups) * hw.H200.sms
+        if direction == "fwd" and time >= 8192:
+            assert tiling.time == config.SHORT
+        else:
+            assert blocks * tiling.warpgroups <= 4 * hw.H200.sms
 
 
 def shapes(dim=256, width=4, dtype="bfloat16", weight_dtype=None, time=8):
