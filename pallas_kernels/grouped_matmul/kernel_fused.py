@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -62,6 +63,9 @@ from pallas_kernels.grouped_matmul.kernel import (
     store_chunks,
     turns,
 )
+
+
+_SLICE = 32  # columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -394,24 +398,35 @@ def _backward_kernel(
 
     def finish(task, sums, row, column, place, warpgroup, band, at):
         """A chunk of the gradient of each product, and of scale * a."""
-        (da,) = sums
         rows, columns = pl.ds(band * BAND, BAND), pl.ds(at * line, line)
-        da = da[band * BAND : (band + 1) * BAND, at * line : (at + 1) * line]
-        saved = [
-            load(kept.at[warpgroup, part, rows, columns], MATRIX).astype(jnp.float32)
+        kept_here = [
+            load(kept.at[warpgroup, part, rows, columns], MATRIX)
             for part in range(act.parts)
         ]
-        result = act.result(*saved)
+        scale = None
         if plan.scaled:
-            number = divide(column, line)[0] + at
-            dots = r["dots"].at[number, pl.ds(place + band * BAND, BAND)]
-            dots[...] = jnp.sum(result * da, axis=1)
             scale = _scale(r["scale"], task, row + band * BAND, plan.experts)
-            scale = per_row(scale, (BAND, line))
-            da = da * scale
-            result = result * scale
-        chunks = [*act.gradient(*saved, da), *([result] if plan.emits else ())]
-        return [chunk.astype(plan.out_dtype) for chunk in chunks]
+        slices, dots = [], jnp.float32(0)
+        # A few columns at a time: registers do not hold all steps of a whole chunk.
+        for first in range(0, line, _SLICE):
+            here = slice(first, first + _SLICE)
+            begin = at * line + first
+            da = sums[0][band * BAND : (band + 1) * BAND, begin : begin + _SLICE]
+            saved = [x[:, here].astype(jnp.float32) for x in kept_here]
+            result = act.result(*saved)
+            if scale is not None:
+                dots = dots + result * da
+                factor = per_row(scale, da.shape)
+                da, result = da * factor, result * factor
+            done = [*act.gradient(*saved, da), *([result] if plan.emits else ())]
+            # The barrier keeps the steps of the next columns behind these.
+            done = [x.astype(plan.out_dtype) for x in done]
+            slices.append(lax.optimization_barrier(done))
+        if scale is not None:
+            number = divide(column, line)[0] + at
+            out = r["dots"].at[number, pl.ds(place + band * BAND, BAND)]
+            out[...] = jnp.sum(dots, axis=1)
+        return [jnp.concatenate(x, axis=1) for x in zip(*slices, strict=True)]
 
     def compute(warpgroup):
         offset = plan.origin(warpgroup)

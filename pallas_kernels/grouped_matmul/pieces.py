@@ -130,7 +130,7 @@ def weight_gradient(
     dw = xla.weight_gradient(api.xla_config(x, w), group_sizes, x, dy)
     if into is not None:
         # Selected, not added: what an expert without rows had stays as it was.
-        total = into.astype(jnp.float32) + dw
+        total = (into.astype(jnp.float32) + dw).astype(dtype)
         dw = jnp.where(group_sizes[:, None, None] > 0, total, into)
     return dw.astype(dtype)
 

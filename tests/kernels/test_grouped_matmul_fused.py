@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -211,15 +212,15 @@ def test_kernels_of_two_layers_keep_experts_apart(
 
 
 def test_backward_of_a_single_product(one_block, monkeypatch):
-    """Without the scaled result; an expert has several tiles, of two warpgroups."""
+    """Without the scaled result; several tiles of an expert, one row, none at all."""
     monkeypatch.setattr(config_fused, "backward_tile", lambda *_, **__: ROWS)
-    sizes = jnp.array([150, 0, 7], jnp.int32)
     _, _, w, _, _, scale, dy = layers(
         "relu2", (150, 0, 7), 64, 64, dtype=jnp.bfloat16, biased=False, scaled=True
     )
     saved = jnp.abs(jax.random.normal(jax.random.key(1), (157, 64), jnp.bfloat16))
 
-    def op(implementation, dtype):
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def op(implementation, dtype, sizes):
         cast = (a.astype(dtype) for a in (dy, w))
         return activation_gradient(
             *cast,
@@ -230,12 +231,17 @@ def test_backward_of_a_single_product(one_block, monkeypatch):
             implementation=implementation,
         )
 
-    got, want = op("mosaic", jnp.bfloat16), op("reference", jnp.float32)
-    assert_close(got.dz, want.dz, name="dz")
-    assert_close(got.d_scale, want.d_scale, name="d_scale")
-    assert np.any(np.asarray(got.d_scale)[:2])  # where the scale is 0
-    assert not np.any(got.dz[:2])
-    assert got.scaled is None
+    for sizes in ((150, 0, 7), (0, 157, 0), (1, 1, 60), (0, 0, 0)):
+        rows, sizes = sum(sizes), jnp.array(sizes, jnp.int32)
+        got = op("mosaic", jnp.bfloat16, sizes)
+        want = op("reference", jnp.float32, sizes)
+        if rows:
+            assert_close(got.dz[:rows], want.dz[:rows], name="dz")
+            assert np.any(np.asarray(got.d_scale)[:2])  # where the scale is 0
+            assert not np.any(got.dz[:2])
+        assert_close(got.d_scale, want.d_scale, name="d_scale")
+        assert not np.any(np.asarray(got.d_scale)[rows:])
+        assert got.scaled is None
 
 
 def test_pieces_are_those_of_the_whole():
@@ -275,6 +281,18 @@ def test_pieces_are_those_of_the_whole():
         )
         return want, jax.nn.silu(gate) * up, [step(i) for i in ("reference", "xla")]
 
+    @jax.jit
+    def rounded_totals():
+        args = x, dy, sizes_
+        into = jnp.ones((3, 8, 8), jnp.bfloat16)
+        return [
+            weight_gradient(*args, into=into, implementation=name)
+            for name in ("reference", "xla")
+        ]
+
+    first, second = rounded_totals()
+    assert first.dtype == jnp.bfloat16
+    assert_close(second, np.asarray(first, np.float32))
     want, want_a, results = all_of_them()
     for a, dw_in, total, d_scale in results:
         assert_close(a, want_a)
@@ -474,3 +492,34 @@ def test_errors_name_the_value():
         activation_gradient(x, w_out, groups, x, activation="swiglu")
     with pytest.raises(ValueError, match="block_m=8"):
         Tile(block_m=8, block_n=128, split="rows")
+
+
+def test_tuning_adds_to_the_table(monkeypatch, tmp_path, capsys):
+    """The fastest tile that is right, beside the entries of other products."""
+    from pallas_kernels.grouped_matmul import tune_layers
+
+    right, wrong, refused = COLUMNS, ROWS, SHORT
+    want = jnp.arange(8.0, dtype=jnp.float32)
+
+    def one(tile, x):
+        if tile == refused:
+            raise ValueError("does not fit")
+        return [x * (1.5 if tile == wrong else 1.0)]
+
+    def tune(spec):
+        del spec
+        found = tune_layers._best((refused, wrong, right), one, (want,), [want])
+        return {"found": found}
+
+    monkeypatch.setattr(tune_layers, "tune", tune)
+    file = tmp_path / "table.json"
+    file.write_text('{"entries": {"other": {"ms": 1.0}}}')
+    options = ["--specs", "model", "--names", "relu2_layers"]
+    tune_layers.main(["--json", str(file), *options])
+    entries = json.loads(file.read_text())["entries"]
+    assert set(entries) == {"other", "found"}
+    assert entries["found"].pop("ms") > 0
+    assert Tile(**entries["found"]) == right
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed
+    assert "relative error" in printed
