@@ -20,6 +20,8 @@ from pallas_kernels.grouped_matmul.config import Config, heuristic
 
 
 ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+# What `kernel_fused` does, and sums into what is there.
+FUSED_ONLY_NAMED = {"mosaic": "no measured row speaks for the fused kernels yet"}
 
 
 def choose(
@@ -49,9 +51,14 @@ def choose(
         "grouped_matmul",
         implementation,
         refused,
-        only_named=ONLY_NAMED,
+        only_named=FUSED_ONLY_NAMED if is_fused(bias, activation) else ONLY_NAMED,
         config=config,
     )
+
+
+def is_fused(bias: Any, activation: str | None) -> bool:
+    """Whether a product needs the kernels of `kernel_fused`."""
+    return bias is not None or parts_of(activation) > 1
 
 
 def sizes_of(x: Any, w: Any) -> dict[str, int]:
@@ -208,17 +215,12 @@ def grouped_matmul(
     dtype = _check(x, w, group_sizes, preferred_element_type, activation, bias)
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
-        if bias is None and parts_of(activation) == 1:
-            from pallas_kernels.grouped_matmul import mosaic
+        from pallas_kernels.grouped_matmul import mosaic, mosaic_fused
 
-            return mosaic.grouped_matmul(
-                x, w, group_sizes, dtype, choice.config, activation
-            )
-        from pallas_kernels.grouped_matmul import mosaic_fused
-
-        return mosaic_fused.grouped_matmul(
-            x, w, bias, group_sizes, dtype, choice.config, activation
-        )
+        rest = group_sizes, dtype, choice.config, activation
+        if is_fused(bias, activation):
+            return mosaic_fused.grouped_matmul(x, w, bias, *rest)
+        return mosaic.grouped_matmul(x, w, *rest)
     if choice.implementation == "reference":
         return reference.grouped_matmul(
             x, w, group_sizes, dtype=dtype, activation=activation, bias=bias

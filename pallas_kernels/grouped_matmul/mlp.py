@@ -47,7 +47,7 @@ def choose_mlp(
         "grouped_mlp",
         implementation,
         refused,
-        only_named=api.ONLY_NAMED,
+        only_named=api.FUSED_ONLY_NAMED,
         config=config,
     )
 

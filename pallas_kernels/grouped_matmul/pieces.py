@@ -56,7 +56,7 @@ def choose_weight_gradient(
         "grouped_matmul.weight_gradient",
         implementation,
         refused,
-        only_named=api.ONLY_NAMED,
+        only_named=api.ONLY_NAMED if into is None else api.FUSED_ONLY_NAMED,
         config=config,
     )
 
@@ -244,7 +244,7 @@ def choose_activation_gradient(
         "grouped_matmul.activation_gradient",
         implementation,
         refused,
-        only_named=api.ONLY_NAMED,
+        only_named=api.FUSED_ONLY_NAMED,
         config=config,
     )
 

@@ -15,7 +15,11 @@ from pallas_kernels._common.testing import assert_close
 from pallas_kernels.grouped_matmul import (
     activated_product,
     activation_gradient,
+    api,
+    choose,
+    choose_activation_gradient,
     choose_mlp,
+    choose_weight_gradient,
     config_fused,
     grouped_matmul,
     grouped_mlp,
@@ -108,7 +112,6 @@ def by_hand(activation, sizes):
 
 CASES = {
     "relu2": {"biased": False, "scaled": True},
-    "swiglu": {"biased": False, "scaled": False},
     "clamped_swiglu": {"biased": True, "scaled": True},
 }
 
@@ -465,6 +468,31 @@ def test_decoding_gets_low_tiles_for_all_blocks():
     assert heuristic(rows=32768, **sizes).forward.block_m == 64
     assert heuristic(rows=65536, **sizes).forward.block_m == 128
     assert few.weight.block_m % 64 == 0
+
+
+def test_unmeasured_kernels_run_if_they_are_named(monkeypatch):
+    """Each kind of kernel has its own measured rows."""
+    x, w_in, w_out, bias_in, _, _, groups = shapes(256, 2, 64, 64, "swiglu")
+    dy, z = x, jax.ShapeDtypeStruct((256, 128), x.dtype)
+    kind = {"activation": "swiglu"}
+    monkeypatch.setattr(api, "ONLY_NAMED", {})
+    calls = {
+        "mlp": lambda **i: choose_mlp(x, w_in, w_out, groups, **kind, **i),
+        "back": lambda **i: choose_activation_gradient(
+            dy, w_out, groups, z, **kind, **i
+        ),
+        "into": lambda **i: choose_weight_gradient(x, z, groups, into=w_in, **i),
+        "gated": lambda **i: choose(x, w_in, groups, **kind, **i),
+        "bias": lambda **i: choose(x, w_in, groups, bias=bias_in, **i),
+        "plain": lambda **i: choose(x, w_in, groups, activation="relu2", **i),
+        "weight": lambda **i: choose_weight_gradient(x, z, groups, **i),
+    }
+    with hw.assume():
+        picked = {name: call().implementation for name, call in calls.items()}
+        for call in calls.values():
+            assert call(implementation="mosaic").config is not None
+    measured = {name for name, what in picked.items() if what == "mosaic"}
+    assert measured == {"plain", "weight"}
 
 
 def test_errors_name_the_value():
