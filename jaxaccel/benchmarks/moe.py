@@ -29,10 +29,10 @@ from jaxaccel.benchmarks.moe_rivals import Sizes
 from jaxaccel.config.gin_utils import load_config
 from jaxaccel.config.moe import MoEBenchConfig
 from jaxaccel.data.batch import packing_metadata
-from jaxaccel.nn.experts import ExpertWeights
 from jaxaccel.nn.moe import MoE
 from pallas_kernels._common import timing
 from pallas_kernels._common.bench import ROOT, Ceilings, ceilings, digits, stamp
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.sort_dispatch import (
     combine,
     permute,
@@ -254,8 +254,14 @@ class Layer:
         ops, w_in, w_out = layer.ops, layer.w_in[...], layer.w_out[...]
 
         def products(rows, w_in, w_out):
-            kept = ops.first(rows, ExpertWeights(w_in, w_out), sizes)
-            return ops.product(ops.activated(kept).astype(ops.dtype), w_out, sizes)
+            hidden = grouped_matmul(
+                rows,
+                w_in,
+                sizes,
+                activation=ops.fused,
+                implementation=ops.matmul,
+            )
+            return ops.product(hidden, w_out, sizes)
 
         def both(rows, w_in, w_out):
             y, pull = jax.vjp(products, rows, w_in, w_out)

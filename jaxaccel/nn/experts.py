@@ -21,8 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxaccel.nn.mlp import clamped_swiglu, relu2, swiglu
-from pallas_kernels.grouped_matmul import grouped_matmul
+from jaxaccel.nn.mlp import clamped_swiglu, swiglu
+from pallas_kernels.grouped_matmul import (
+    activated_product,
+    activation_gradient,
+    grouped_matmul,
+    weight_gradient,
+)
 from pallas_kernels.sort_dispatch import (
     DispatchPlan,
     combine,
@@ -32,95 +37,8 @@ from pallas_kernels.sort_dispatch import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertOps:
-    """What the experts compute, and with which implementations.
-
-    Attributes:
-      activation: "swiglu" or "relu2".
-      dtype: of the products; parameters are cast to it on the way, so that no cast
-        copy of them is kept for the backward pass.
-      swiglu_limit: see `MoEConfig`.
-      matmul: implementation of `grouped_matmul`.
-      dispatch: implementation of `permute` and `combine`.
-    """
-
-    activation: str
-    dtype: Any
-    swiglu_limit: float | None = None
-    matmul: Any = None
-    dispatch: Any = None
-
-    def permute(self, x: jax.Array, plan: DispatchPlan) -> jax.Array:
-        """Copies each token to the rows of its experts."""
-        return permute(x, plan, implementation=self.dispatch)
-
-    def product(self, x, w, sizes, activation: str | None = None) -> jax.Array:
-        """Each row times its expert's matrix."""
-        return grouped_matmul(
-            x,
-            w.astype(self.dtype),
-            sizes,
-            activation=activation,
-            implementation=self.matmul,
-        )
-
-    def gradients(self, x, w, sizes, dy) -> tuple[jax.Array, jax.Array]:
-        """(dx, dw) of `product`; the compiler drops the one that is not used."""
-        _, pull = jax.vjp(lambda x, w: self.product(x, w, sizes), x, w)
-        return pull(dy)
-
-    def biased(self, rows: jax.Array, bias: jax.Array | None, sizes) -> jax.Array:
-        """Rows plus their expert's bias; those of no expert are as they were."""
-        if bias is None:
-            return rows
-        return rows + self._per_row(bias, rows, sizes)
-
-    def _per_row(self, bias: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        # A product with a column of ones: its gradient adds an expert's rows in their
-        # order, where that of a lookup is a scatter with atomics.
-        ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-        bias = bias.astype(rows.dtype)[:, None, :]  # [E, 1, N]
-        # There is no kernel for matrices of one row: naming it means the large ones.
-        name: Any = "reference" if self.matmul == "reference" else "xla"
-        return grouped_matmul(ones, bias, sizes, implementation=name)
-
-    def bias_gradient(self, bias: jax.Array, dy: jax.Array, sizes) -> jax.Array:
-        """The sum of each expert's rows of dy."""
-        return jax.vjp(lambda bias: self._per_row(bias, dy, sizes), bias)[1](dy)[0]
-
-    def bias_times(self, bias: jax.Array, dy: jax.Array, sizes) -> jax.Array:
-        """f32[M], each row's product with its expert's bias."""
-        return jnp.sum(self._per_row(bias, dy, sizes) * dy, axis=1, dtype=jnp.float32)
-
-    def first(self, rows: jax.Array, experts: ExpertWeights, sizes) -> jax.Array:
-        """What is kept of the first product: a for "relu2", else z."""
-        if self.activation != "relu2":
-            z = self.product(rows, experts.w_in, sizes)
-            kept = self.biased(z, experts.bias_in, sizes)
-        elif experts.bias_in is None:
-            kept = self.product(rows, experts.w_in, sizes, "relu2")
-        else:
-            z = self.product(rows, experts.w_in, sizes)
-            kept = relu2(self.biased(z, experts.bias_in, sizes))
-        return checkpoint_name(kept, "moe_hidden")
-
-    def activated(self, kept: jax.Array) -> jax.Array:
-        """f32 a [M, F] from what is kept."""
-        kept = kept.astype(jnp.float32)
-        if self.activation == "relu2":
-            return kept
-        gate, up = jnp.split(kept, 2, axis=-1)
-        if self.swiglu_limit is not None:
-            return clamped_swiglu(gate, up, self.swiglu_limit)
-        return swiglu(gate, up)
-
-    def pull_back(self, kept: jax.Array, da: jax.Array) -> jax.Array:
-        """The gradient of z from that of a, f32."""
-        kept = kept.astype(jnp.float32)
-        if self.activation == "relu2":
-            return da * 2.0 * jnp.sqrt(kept)
-        return jax.vjp(self.activated, kept)[1](da)[0]
+# The bound for which the op has a fused "clamped_swiglu".
+FUSED_LIMIT = 7.0
 
 
 class ExpertWeights(NamedTuple):
@@ -136,7 +54,110 @@ class ExpertWeights(NamedTuple):
     bias_out: jax.Array | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertOps:
+    """What the experts compute, and with which implementations.
+
+    Attributes:
+      activation: "swiglu" or "relu2".
+      dtype: of the products; parameters are cast to it on the way, so that no cast
+        copy of them is kept for the backward pass.
+      swiglu_limit: see `MoEConfig`.
+      matmul: implementation of the grouped products.
+      dispatch: implementation of `permute` and `combine`.
+    """
+
+    activation: str
+    dtype: Any
+    swiglu_limit: float | None = None
+    matmul: Any = None
+    dispatch: Any = None
+
+    @property
+    def fused(self) -> str | None:
+        """The op's name of the activation, `None` if it has none."""
+        if self.swiglu_limit is None:
+            return self.activation
+        return "clamped_swiglu" if self.swiglu_limit == FUSED_LIMIT else None
+
+    def permute(self, x: jax.Array, plan: DispatchPlan) -> jax.Array:
+        """Copies each token to the rows of its experts."""
+        return permute(x, plan, implementation=self.dispatch)
+
+    def combine(self, y: jax.Array, plan: DispatchPlan, weights: jax.Array):
+        """Sums each token's rows with its weights."""
+        return combine(y, plan, weights, implementation=self.dispatch)
+
+    def product(self, x, w, sizes, bias=None) -> jax.Array:
+        """Each row times its expert's matrix, plus its bias."""
+        return grouped_matmul(
+            x, w.astype(self.dtype), sizes, bias=bias, implementation=self.matmul
+        )
+
+    def first(
+        self, rows: jax.Array, experts: ExpertWeights, sizes: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """(a [M, F], what is kept of it: a itself for "relu2", else z [M, 2F])."""
+        assert self.fused is not None
+        return activated_product(
+            rows,
+            experts.w_in.astype(self.dtype),
+            sizes,
+            activation=self.fused,
+            bias=experts.bias_in,
+            implementation=self.matmul,
+        )
+
+    def activated(self, z: jax.Array) -> jax.Array:
+        """f32[M, F] of a gated activation's z [M, 2F]."""
+        gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
+        if self.swiglu_limit is not None:
+            return clamped_swiglu(gate, up, self.swiglu_limit)
+        return swiglu(gate, up)
+
+    def data_gradient(self, x, w, sizes, dy) -> jax.Array:
+        """dx of `product`; x gives shape and dtype."""
+        return jax.vjp(lambda x: self.product(x, w, sizes), x)[1](dy)[0]
+
+    def weight_gradient(self, x, dy, sizes, like: jax.Array) -> jax.Array:
+        """dw of `product`, in the dtype of the parameter."""
+        return weight_gradient(
+            x,
+            dy,
+            sizes,
+            preferred_element_type=like.dtype,
+            implementation=self.matmul,
+        )
+
+    @property
+    def _thin(self) -> Any:
+        # There is no kernel for matrices of one row: naming it means the large ones.
+        return "reference" if self.matmul == "reference" else "xla"
+
+    def bias_gradient(self, dy: jax.Array, sizes, like: jax.Array) -> jax.Array:
+        """The sum of each expert's rows of dy, in their order."""
+        ones = jnp.ones((dy.shape[0], 1), dy.dtype)
+        return weight_gradient(
+            ones,
+            dy,
+            sizes,
+            preferred_element_type=like.dtype,
+            implementation=self._thin,
+        )[:, 0]
+
+    def bias_times(self, bias: jax.Array, dy: jax.Array, sizes) -> jax.Array:
+        """f32[M], each row's product with its expert's bias."""
+        # A product with a column of ones: no scatter in it, and none in its gradient.
+        ones = jnp.ones((dy.shape[0], 1), dy.dtype)
+        by_row = grouped_matmul(
+            ones,
+            bias.astype(dy.dtype)[:, None, :],
+            sizes,
+            implementation=self._thin,
+        )
+        return jnp.sum(by_row * dy, axis=1, dtype=jnp.float32)
+
+
 def routed_experts(
     ops: ExpertOps,
     h: jax.Array,
@@ -157,46 +178,70 @@ def routed_experts(
       [T, D] of h's dtype. No float is added by a scatter, forward or backward, so
       that the same call gives the same bits.
     """
+    if ops.fused is None:
+        return _unfused(ops, h, weights, plan, experts)
+    return _fused(ops, h, weights, plan, experts)
+
+
+def _unfused(ops: ExpertOps, h, weights, plan, experts):
+    """Of a bound that the op does not have, differentiated by JAX."""
+    sizes = plan.group_sizes
+    z = ops.product(ops.permute(h, plan), experts.w_in, sizes, experts.bias_in)
+    a = ops.activated(checkpoint_name(z, "moe_hidden")).astype(ops.dtype)
+    y = ops.product(a, experts.w_out, sizes, experts.bias_out)
+    return ops.combine(y, plan, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(ops: ExpertOps, h, weights, plan, experts):
     return _forward(ops, h, weights, plan, experts)[0]
 
 
 def _forward(ops: ExpertOps, h, weights, plan, experts):
     sizes = plan.group_sizes
-    kept = ops.first(ops.permute(h, plan), experts, sizes)  # [M, F] or [M, 2F]
-    a = ops.activated(kept).astype(ops.dtype)  # [M, F]
-    y = ops.biased(ops.product(a, experts.w_out, sizes), experts.bias_out, sizes)
-    c = combine(y, plan, weights, implementation=ops.dispatch)
-    return c, (h, weights, plan, experts, kept)
+    a, kept = ops.first(ops.permute(h, plan), experts, sizes)
+    kept = checkpoint_name(kept, "moe_hidden")  # [M, F] or [M, 2F]
+    if ops.activation == "relu2":
+        a = kept  # one array, so that only one can be kept
+    y = ops.product(a, experts.w_out, sizes, experts.bias_out)  # [M, D]
+    return ops.combine(y, plan, weights), (h, weights, plan, experts, kept)
 
 
 def _backward(ops: ExpertOps, saved, dc):
     h, weights, plan, experts, kept = saved
     w_in, w_out, bias_in, bias_out = experts
     sizes = plan.group_sizes
-    scale = row_weights(plan, weights)[:, None]  # [M, 1]
-    a = ops.activated(kept)  # f32[M, F]
+    scale = row_weights(plan, weights)  # [M]
     do = ops.permute(dc, plan)  # [M, D], without the weights
-    scaled = (scale * do.astype(jnp.float32)).astype(ops.dtype)
-    da, _ = ops.gradients(a.astype(ops.dtype), w_out, sizes, do)  # [M, F]
-    da = da.astype(jnp.float32)
+    scaled_do = (scale[:, None] * do.astype(jnp.float32)).astype(ops.dtype)
+    # One of dw_out's operands carries the weight: s a comes with the gradient of a
+    # gated activation, whose a is not kept; else it is the narrower one.
+    scales_a = ops.activation != "relu2" or h.shape[1] > w_out.shape[1]
+    between = activation_gradient(
+        do,
+        w_out.astype(ops.dtype),
+        sizes,
+        kept,
+        activation=ops.fused or "",
+        row_scale=scale,
+        needs_scaled=scales_a,
+        implementation=ops.matmul,
+    )
+    operands = (between.scaled, do) if scales_a else (kept, scaled_do)
+    d_w_out = ops.weight_gradient(*operands, sizes, w_out)
     # From a without its weight: right where the weight is 0, too.
-    by_row = jnp.sum(a * da, axis=1)  # [M]
+    by_row = between.d_scale
+    assert by_row is not None  # a scale was given
     if bias_out is not None:
         by_row = by_row + ops.bias_times(bias_out, do, sizes)
-        bias_out = ops.bias_gradient(bias_out, scaled, sizes)
-    dz = ops.pull_back(kept, scale * da).astype(ops.dtype)
+        bias_out = ops.bias_gradient(scaled_do, sizes, bias_out)
     if bias_in is not None:
-        bias_in = ops.bias_gradient(bias_in, dz, sizes)
-    # The narrower operand carries the weight: fewer numbers are rounded.
-    left, right = a, scaled
-    if do.shape[1] > a.shape[1]:
-        left, right = scale * a, do
-    _, d_w_out = ops.gradients(left.astype(ops.dtype), w_out, sizes, right)
+        bias_in = ops.bias_gradient(between.dz, sizes, bias_in)
     rows, unsort = jax.vjp(lambda h: ops.permute(h, plan), h)
-    d_rows, d_w_in = ops.gradients(rows, w_in, sizes, dz)
-    (dh,) = unsort(d_rows)
+    d_w_in = ops.weight_gradient(rows, between.dz, sizes, w_in)
+    (dh,) = unsort(ops.data_gradient(rows, w_in, sizes, between.dz))
     gradients = ExpertWeights(d_w_in, d_w_out, bias_in, bias_out)
     return dh, slot_values(plan, by_row), None, gradients
 
 
-routed_experts.defvjp(_forward, _backward)
+_fused.defvjp(_forward, _backward)
