@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
+from jaxaccel.nn.experts import (
+    FUSED_LIMIT,
+    ExpertOps,
+    ExpertWeights,
+    routed_experts,
+)
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.sort_dispatch import combine, permute, sort_dispatch
@@ -73,12 +78,11 @@ def dense(ops, h, weights, ids, experts):
     return jnp.einsum("te,ted->td", by_expert, y)
 
 
-@pytest.mark.parametrize("limit", [7.0, 1.0])
-def test_gradients_are_those_of_the_sum_over_all_experts(limit):
+def test_gradients_are_those_of_the_sum_over_all_experts():
     """Of gpt-oss's experts, the ones with most parts; relu^2 is in test_moe.py."""
-    ops = ExpertOps(activation="swiglu", dtype=jnp.float32, swiglu_limit=limit)
+    ops = ExpertOps(activation="swiglu", dtype=jnp.float32, swiglu_limit=FUSED_LIMIT)
     h, weights, ids, experts = arguments("swiglu", biases=True)
-    h = 4 * h  # some gates are beyond either bound
+    h = 4 * h  # some gates are beyond the bound
 
     @jax.jit
     def both(h, weights, ids, experts):
@@ -105,6 +109,23 @@ def test_gradients_are_those_of_the_sum_over_all_experts(limit):
     assert not np.any(d_weights[-9:])
     for leaf in jax.tree.leaves(d_experts):
         assert not np.any(leaf[5])
+
+
+def test_a_bound_that_has_no_kernel_is_computed():
+    ops = ExpertOps(
+        activation="swiglu", dtype=jnp.float32, swiglu_limit=1.0, matmul="reference"
+    )
+    h, weights, ids, experts = arguments("swiglu", biases=True)
+
+    @jax.jit
+    def both(h, weights, ids, experts):
+        plan = sort_dispatch(ids, E)
+        return [
+            run(ops, h, weights, where, experts)
+            for run, where in ((routed_experts, plan), (dense, ids))
+        ]
+
+    assert_close(*both(h, weights, ids, experts), rel=1e-5)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
