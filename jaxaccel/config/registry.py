@@ -70,6 +70,7 @@ _HOME = {
     "DataConfig": "jaxaccel.data.pipeline",
     "DecodeBenchConfig": "jaxaccel.decoding.waterfall",
     "Experiment": __name__,
+    "GptOssConfig": "jaxaccel.models.gpt_oss",
     "MeshConfig": "jaxaccel.core.sharding",
     "OptimConfig": "jaxaccel.training.config",
     "Qwen3NextConfig": "jaxaccel.models.qwen3_next",

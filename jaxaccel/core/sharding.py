@@ -102,6 +102,7 @@ PARAMETER_AXES: Mapping[str, tuple[str | None, ...]] = {
     "router/kernel": ("fsdp", None),
     "w_in": (None, "fsdp", "tensor"),
     "w_out": (None, "tensor", "fsdp"),
+    "bias_in/bias": (None, "tensor"),
     "shared_gate/kernel": ("fsdp", None),
     "mtp/proj/kernel": ("fsdp", None),
 }

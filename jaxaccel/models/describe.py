@@ -284,13 +284,16 @@ class _Counter:
     def moe(self, config: MoEConfig) -> Cost:
         d_model = self._config.d_model
         expert = self.mlp(MLPConfig(d_ff=config.d_ff, activation=config.activation))
+        if config.use_bias:
+            d_in = 2 * config.d_ff if config.activation == "swiglu" else config.d_ff
+            expert += self.vector(d_in + d_model)
         every, visited = expert.times(config.num_experts), expert.times(config.top_k)
         cost = dataclasses.replace(
             every,
             active_params=visited.active_params,
             forward_flops=visited.forward_flops,
         )
-        cost += self.linear(d_model, config.num_experts, f32=True)
+        cost += self.linear(d_model, config.num_experts, bias=config.use_bias, f32=True)
         if config.bias_update_rate > 0:
             cost += self.vector(config.num_experts, f32=True)
         if config.shared_d_ff:

@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxaccel.models.config import DecoderConfig
-from jaxaccel.models.hf_config import HFConfig, shortest_period, stored_layer_types
+from jaxaccel.models.hf_config import (
+    HFConfig,
+    differences,
+    shortest_period,
+    stored_layer_types,
+)
 from jaxaccel.models.names import (
     DepthwiseConv,
     Grouped,
@@ -198,7 +203,7 @@ class QwenHybridConfig(abc.ABC):
             implementation=config.implementation,
             **cls._mlp_fields(config.mlp),
         )
-        lost = _differences(found.decoder(), config)
+        lost = differences(found.decoder(), config)
         if lost:
             raise ValueError(f"a {cls.MODEL_TYPE} checkpoint cannot say {lost}")
         return found
@@ -323,21 +328,3 @@ def gdn_rest_rules() -> tuple[Rule, ...]:
         rule("linear_attn.norm.weight", "mixer.norm.scale", layout=Same()),
         rule("linear_attn.out_proj.weight", "mixer.out_proj.kernel"),
     )
-
-
-def _differences(ours: DecoderConfig, wanted: DecoderConfig) -> list[str]:
-    """`field=value` of what `wanted` has and `ours` could not keep."""
-    found = []
-    for field in dataclasses.fields(DecoderConfig):
-        kept, value = getattr(ours, field.name), getattr(wanted, field.name)
-        if kept == value:
-            continue
-        if not dataclasses.is_dataclass(value) or type(kept) is not type(value):
-            found.append(f"{field.name}={value!r}")
-            continue
-        found += [
-            f"{field.name}.{inner.name}={getattr(value, inner.name)!r}"
-            for inner in dataclasses.fields(value)
-            if getattr(kept, inner.name) != getattr(value, inner.name)
-        ]
-    return found

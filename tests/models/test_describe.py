@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.describe import describe
+from jaxaccel.models.gpt_oss import GptOssConfig
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.qwen3_next import Qwen3NextConfig
 
@@ -28,6 +29,7 @@ def variants():
     yield dataclasses.replace(
         dense, pattern=("gdn", "sliding_attention"), sliding_attention=attention
     )
+    yield GptOssConfig.tiny(param_dtype="bfloat16").decoder()
 
 
 def shapes_of(config):
