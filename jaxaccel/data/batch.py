@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import TileBounds, tile_bounds
+from pallas_kernels.causal_conv1d import Borders, document_borders
 from pallas_kernels.gated_delta_rule import document_starts
 
 
@@ -79,7 +80,30 @@ class ChunkStarts:
         return document_starts(meta.is_first, self.chunk)
 
 
-PackingTable = AttentionTiles | ChunkStarts
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvBorders:
+    """The tables that kernels of the causal convolution read, without a cache.
+
+    Attributes:
+      width: taps W.
+    """
+
+    width: int
+
+    def build(self, meta: PackingMetadata) -> Borders:
+        """Makes the tables of a batch."""
+        batch, time = meta.segment_ids.shape
+        given = meta.ids_are_given
+        return document_borders(
+            meta.is_first if given else None,
+            meta.is_real if given else None,
+            batch=batch,
+            time=time,
+            width=self.width,
+        )
+
+
+PackingTable = AttentionTiles | ChunkStarts | ConvBorders
 """Names a table that an op's kernels read; hashable, and it knows how to build it."""
 
 

@@ -17,11 +17,12 @@ from jaxaccel.cache.recurrent import (
     RecurrentCache,
     RecurrentCacheOfLayer,
 )
-from jaxaccel.data.batch import ChunkStarts, PackingMetadata
+from jaxaccel.data.batch import ChunkStarts, ConvBorders, PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm, l2_normalize
 from pallas_kernels.causal_conv1d import causal_conv1d
+from pallas_kernels.causal_conv1d import choose as choose_conv
 from pallas_kernels.gated_delta_rule import choose as choose_rule
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_step import (
@@ -200,9 +201,14 @@ class GatedDeltaNet(nnx.Module):
         """The table that the rule's kernels read, if it is they that run."""
         return ChunkStarts(chunk=self.config.chunk_size)
 
+    @property
+    def _borders(self) -> ConvBorders:
+        """The tables that the convolution's kernels read, if it is they that run."""
+        return ConvBorders(width=self.config.conv_width)
+
     def tables(
         self, batch: int, time: int, *, cached: bool = False
-    ) -> tuple[ChunkStarts, ...]:
+    ) -> tuple[ChunkStarts | ConvBorders, ...]:
         """Says which tables of `PackingMetadata` a call reads.
 
         Args:
@@ -222,12 +228,23 @@ class GatedDeltaNet(nnx.Module):
                 (config.num_value_heads, config.value_dim),
             )
         )
-        choice = choose_rule(
+        rule = choose_rule(
             *(q, q, v),
             chunk_size=config.chunk_size,
             implementation=self.rule_implementation,
         )
-        return (self._starts,) if choice.implementation == "mosaic" else ()
+        x, weight = (
+            jax.ShapeDtypeStruct((*shape, config.conv_channels), self.dtype)
+            for shape in ((batch, time), (config.conv_width,))
+        )
+        conv = choose_conv(x, weight, implementation=self.conv_implementation)
+        found: list[ChunkStarts | ConvBorders] = []
+        if rule.implementation == "mosaic":
+            found.append(self._starts)
+        # With a cache, a row's first document goes on and its borders are others.
+        if conv.implementation == "mosaic" and not cached:
+            found.append(self._borders)
+        return tuple(found)
 
     def init_cache(
         self, batch: int, max_length: int, dtype: DTypeLike
@@ -307,6 +324,7 @@ class GatedDeltaNet(nnx.Module):
                 self.conv_kernel[...].astype(qkv.dtype),
                 is_first=meta.is_first if restarts else None,
                 is_real=meta.is_real if meta.ids_are_given else None,
+                borders=meta.table(self._borders) if cache is None else None,
                 initial_state=None if cache is None else cache.conv.astype(qkv.dtype),
                 activation="silu",
                 implementation=self.conv_implementation,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
 from pallas_kernels.causal_conv1d import config as configs
-from pallas_kernels.causal_conv1d import reference, xla
+from pallas_kernels.causal_conv1d import reference, tables, xla
 
 
 _ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
@@ -82,6 +82,17 @@ def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any = None) ->
         raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(dtype)}")
 
 
+def _check_borders(borders: tables.Borders, x: Any, width: int) -> None:
+    """Refuses tables of another call, as far as shapes tell."""
+    built = (*borders.place.shape, borders.time)
+    called = (x.shape[0], width - 1, x.shape[1])
+    if built != called:
+        raise ValueError(
+            f"borders were built for [B, W - 1, T] = {list(built)}, this call has "
+            f"{list(called)}"
+        )
+
+
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -89,6 +100,7 @@ def causal_conv1d(
     bias: jax.Array | None = None,
     is_first: jax.Array | None = None,
     is_real: jax.Array | None = None,
+    borders: tables.Borders | None = None,
     initial_state: jax.Array | None = None,
     activation: Literal["silu"] | None = None,
     implementation: Implementation | None = None,
@@ -102,6 +114,9 @@ def causal_conv1d(
       is_first: bool[B, T], whether a token begins a document: its window and those
         of later tokens don't reach further back.
       is_real: bool[B, T], false on padding, which the final state skips.
+      borders: the tables that `document_borders` made of `is_first` and `is_real`, so
+        that layers share them. "mosaic" takes the packing from there and from nowhere
+        else, and makes them if `None`; the others take it from the arguments above.
       initial_state: [B, W - 1, D], the inputs before the row, dtype of x; zeros if
         `None`.
       activation: "silu" or `None`.
@@ -131,6 +146,8 @@ def causal_conv1d(
         _expect("is_first", is_first, (batch, time), jnp.bool_)
     if is_real is not None:
         _expect("is_real", is_real, (batch, time), jnp.bool_)
+    if borders is not None:
+        _check_borders(borders, x, width)
     if initial_state is None:
         initial_state = jnp.zeros((batch, width - 1, dim), x.dtype)
     _expect("initial_state", initial_state, (batch, width - 1, dim), x.dtype)
@@ -138,17 +155,14 @@ def causal_conv1d(
         # Imported on first use: Mosaic GPU takes a second that others need not pay.
         from pallas_kernels.causal_conv1d import mosaic
 
-        run = functools.partial(mosaic.causal_conv1d, choice.config)
-    elif choice.implementation == "xla":
-        run = xla.causal_conv1d
+        if borders is None:
+            borders = tables.document_borders(
+                is_first, is_real, batch=batch, time=time, width=width
+            )
+        run = functools.partial(mosaic.causal_conv1d, choice.config, borders=borders)
     else:
-        run = reference.causal_conv1d
-    return run(
-        x,
-        weight,
-        bias=bias,
-        is_first=is_first,
-        is_real=is_real,
-        initial_state=initial_state,
-        activation=activation,
-    )
+        module = xla if choice.implementation == "xla" else reference
+        run = functools.partial(
+            module.causal_conv1d, is_first=is_first, is_real=is_real
+        )
+    return run(x, weight, bias=bias, initial_state=initial_state, activation=activation)

@@ -66,17 +66,12 @@ def causal_conv1d(
     weight: jax.Array,
     *,
     bias: jax.Array | None,
-    is_first: jax.Array | None,
-    is_real: jax.Array | None,
+    borders: tables.Borders,
     initial_state: jax.Array,
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Kernel form; arguments and results as in `api.causal_conv1d`."""
-    batch, time, _ = x.shape
-    table = None if is_first is None else tables.packed_reach(is_first)
-    place = tables.last_inputs(
-        is_first, is_real, batch=batch, time=time, kept=weight.shape[0] - 1
-    )
     return _conv(
-        kernels, activation == "silu", x, weight, bias, initial_state, table, place
+        *(kernels, activation == "silu", x, weight, bias, initial_state),
+        *(borders.reach, borders.place),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,49 @@ import jax.numpy as jnp
 
 WORD_TOKENS = 16  # two bits a token
 MAX_REACH = 3
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("reach", "place"),
+    meta_fields=("time",),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Borders:
+    """What `document_borders` makes of a packing.
+
+    Attributes:
+      reach: of `packed_reach`, `None` where no document begins.
+      place: of `last_inputs`, i32[B, W - 1].
+      time: T.
+    """
+
+    reach: jax.Array | None
+    place: jax.Array
+    time: int
+
+
+def document_borders(
+    is_first: jax.Array | None,
+    is_real: jax.Array | None,
+    *,
+    batch: int,
+    time: int,
+    width: int,
+) -> Borders:
+    """All that kernels need of a packing; built once per batch it serves all layers.
+
+    Args:
+      is_first, is_real: bool[B, T] or `None`, as in `api.causal_conv1d`.
+      batch, time: B, T.
+      width: W.
+
+    Returns:
+      The tables, of fixed shapes.
+    """
+    place = last_inputs(is_first, is_real, batch=batch, time=time, kept=width - 1)
+    reach = None if is_first is None else packed_reach(is_first)
+    return Borders(reach=reach, place=place, time=time)
 
 
 def packed_reach(is_first: jax.Array) -> jax.Array:

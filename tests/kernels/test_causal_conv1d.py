@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.causal_conv1d import causal_conv1d, specs
+from pallas_kernels.causal_conv1d import causal_conv1d, document_borders, specs
 
 
 CI = {spec.name: spec for spec in specs.specs("ci")}
@@ -185,3 +185,6 @@ def test_errors_name_the_value():
         causal_conv1d(x, weight, initial_state=x[:, :2])
     with pytest.raises(ValueError, match="is_first has dtype int32, expected bool"):
         causal_conv1d(x, weight, is_first=np.zeros((1, 4), np.int32))
+    borders = document_borders(None, None, batch=1, time=5, width=4)
+    with pytest.raises(ValueError, match=r"built for .* = \[1, 3, 5\], .* \[1, 3, 4\]"):
+        causal_conv1d(x, weight, borders=borders)

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxaccel.data.batch import AttentionTiles, ChunkStarts, packing_metadata
+from jaxaccel.data.batch import (
+    AttentionTiles,
+    ChunkStarts,
+    ConvBorders,
+    packing_metadata,
+)
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.nn.attention import Attention, AttentionConfig
@@ -17,13 +22,16 @@ from jaxaccel.nn.mlp import MLPConfig
 from pallas_kernels._common import hw
 from pallas_kernels.attention import mosaic as attention_kernels
 from pallas_kernels.attention import tiling
+from pallas_kernels.causal_conv1d import mosaic as conv_kernels
 from pallas_kernels.gated_delta_rule import mosaic as rule_kernels
 
 
 B, T = 2, 128
 WINDOW = 9
-KERNELS = {name: "mosaic" for name in ("attention", "gated_delta_rule")}
+KERNELS = {op: "mosaic" for op in ("attention", "causal_conv1d", "gated_delta_rule")}
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
+
+GDN = GatedDeltaNetConfig(num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=64)
 
 # What an array depends on: nothing, the packing alone, or tokens and parameters too.
 CONSTANT, PACKING, DATA = range(3)
@@ -99,14 +107,16 @@ def derivations(jaxpr, kinds, scope="", in_layers=False):
             if len(results) == len(outputs):
                 outputs = results
         computes = in_layers and not inner and name not in LAYOUT
-        if computes and depends == PACKING and any(map(is_integer, equation.outvars)):
+        if computes and depends == PACKING and any(map(is_table, equation.outvars)):
             found.append(f"{name} {here}")
         kind_of.update(zip(equation.outvars, outputs, strict=True))
     return [kind(v) for v in jaxpr.outvars], found
 
 
-def is_integer(variable):
-    return not jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+def is_table(variable):
+    """Whether it holds more integers than the indices of a convolution's state."""
+    integer = not jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    return integer and variable.aval.size > B * (GDN.conv_width - 1)
 
 
 def count(jaxpr, *primitives):
@@ -123,12 +133,10 @@ def config(**changes):
         "pattern": ("gdn", "attention", "sliding_attention", "attention"),
         "attention": AttentionConfig(**HEADS),
         "sliding_attention": AttentionConfig(**HEADS, window=WINDOW, sinks=True),
-        "gdn": GatedDeltaNetConfig(
-            num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=64
-        ),
+        "gdn": GDN,
         "mlp": MLPConfig(d_ff=16),
         "dtype": "bfloat16",
-        "implementation": KERNELS | {"causal_conv1d": "mosaic"},
+        "implementation": KERNELS,
     }
     return DecoderConfig(**(settings | changes))
 
@@ -152,10 +160,8 @@ def traced(policy, *, gradient):
 
 
 def derived_in_layers(jaxpr):
-    """What layers derive; the convolution's op takes no tables and is left out."""
     kinds = [DATA] * (len(jaxpr.invars) - 2) + [PACKING] * 2
-    _, found = derivations(jaxpr, kinds)
-    return [what for what in found if "/conv" not in what]
+    return derivations(jaxpr, kinds)[1]
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -188,14 +194,14 @@ def test_a_layer_that_derives_is_found(monkeypatch, mixer, layers, gradient):
 def test_a_run_pays_for_what_its_implementations_read():
     named = abstract_decoder(config())
     tiles = [AttentionTiles(window=w, **tiling(64)) for w in (None, WINDOW)]
-    starts = ChunkStarts(chunk=64)
+    starts, borders = ChunkStarts(chunk=64), ConvBorders(width=4)
     with hw.assume():
-        assert named.packing_tables(B, T) == (starts, *tiles)
+        assert named.packing_tables(B, T) == (starts, borders, *tiles)
         # Kernels read no cache of keys, and one token is a step.
         assert named.packing_tables(B, T, cached=True) == (starts,)
         assert named.packing_tables(B, 1, cached=True) == ()
         other = abstract_decoder(config(implementation=KERNELS | {"attention": "xla"}))
-        assert other.packing_tables(B, T) == (starts,)
+        assert other.packing_tables(B, T) == (starts, borders)
     plain = abstract_decoder(config(implementation=None))
     assert plain.packing_tables(B, T) == ()
     with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
@@ -220,6 +226,11 @@ def test_kernels_read_the_same_with_and_without_tables(monkeypatch, kind):
         read.append(starts)
         return v, initial_state
 
+    def convolve(kernels, x, weight, *, borders, initial_state, **options):
+        read.append(borders)
+        return x, initial_state
+
+    monkeypatch.setattr(conv_kernels, "causal_conv1d", convolve)
     monkeypatch.setattr(attention_kernels, "attention", attend)
     monkeypatch.setattr(rule_kernels, "gated_delta_rule", rule)
 
@@ -231,7 +242,8 @@ def test_kernels_read_the_same_with_and_without_tables(monkeypatch, kind):
         read.clear()
         for names in (mixer.tables(B, T), ()):
             mixer(x, pack(tables=names))
-        return tuple(read)
+        half = len(read) // 2
+        return read[:half], read[half:]
 
     segments = np.repeat([[1, 2, 3, 0], [7, 2, 7, 1]], [60, 5, 40, 23], axis=1)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
