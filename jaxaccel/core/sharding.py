@@ -99,6 +99,8 @@ PARAMETER_AXES: Mapping[str, tuple[str | None, ...]] = {
     "out_proj/kernel": _OUT,
     "up_proj/kernel": _IN,
     "down_proj/kernel": _OUT,
+    "latent_in/kernel": _IN,
+    "latent_out/kernel": _OUT,
     "router/kernel": ("fsdp", None),
     "w_in": (None, "fsdp", "tensor"),
     "w_out": (None, "tensor", "fsdp"),

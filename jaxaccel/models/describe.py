@@ -283,10 +283,11 @@ class _Counter:
 
     def moe(self, config: MoEConfig) -> Cost:
         d_model = self._config.d_model
-        expert = self.mlp(MLPConfig(d_ff=config.d_ff, activation=config.activation))
+        d_expert = config.d_latent or d_model
+        gated = config.activation == "swiglu"
+        expert = self.linear(d_expert, config.d_ff).times(3 if gated else 2)
         if config.use_bias:
-            d_in = 2 * config.d_ff if config.activation == "swiglu" else config.d_ff
-            expert += self.vector(d_in + d_model)
+            expert += self.vector((1 + gated) * config.d_ff + d_expert)
         every, visited = expert.times(config.num_experts), expert.times(config.top_k)
         cost = dataclasses.replace(
             every,
@@ -302,6 +303,8 @@ class _Counter:
             )
         if config.shared_gate:
             cost += self.linear(d_model, 1)
+        if config.d_latent:
+            cost += self.linear(d_model, config.d_latent).times(2)
         return cost
 
 

@@ -44,10 +44,13 @@ class Qwen3NextConfig(QwenHybridConfig):
       normalize_expert_weights: divide the k chosen probabilities by their sum.
       balance_loss_coef: coefficient of the router's balance loss.
       sequence_balance_loss_coef: the same within each row of the batch.
+      global_balance_loss_coef: the same over all micro-batches of a step.
       balance_counts: what those losses count, see `MoEConfig`.
       z_loss_coef: coefficient of the router's z loss.
       router_bias_update_rate: step of a selection bias steered by load; 0 has none.
         A model with it cannot be saved under the names of this family.
+      expert_axis, expert_exchange, expert_capacity: where experts lie and how tokens
+        get there, see `MoEConfig`.
     """
 
     MODEL_TYPE: ClassVar[str] = "qwen3_next"
@@ -60,9 +63,13 @@ class Qwen3NextConfig(QwenHybridConfig):
     normalize_expert_weights: bool = True
     balance_loss_coef: float = 0.001
     sequence_balance_loss_coef: float = 0.0
+    global_balance_loss_coef: float = 0.0
     balance_counts: str = "selected"
     z_loss_coef: float = 0.0
     router_bias_update_rate: float = 0.0
+    expert_axis: str = ""
+    expert_exchange: str = "auto"
+    expert_capacity: float = 0.0
 
     @classmethod
     def published(cls, **changes: Any) -> Self:
@@ -158,9 +165,13 @@ class Qwen3NextConfig(QwenHybridConfig):
             shared_gate=True,
             balance_loss_coef=self.balance_loss_coef,
             sequence_balance_loss_coef=self.sequence_balance_loss_coef,
+            global_balance_loss_coef=self.global_balance_loss_coef,
             balance_counts=self.balance_counts,
             z_loss_coef=self.z_loss_coef,
             bias_update_rate=self.router_bias_update_rate,
+            expert_axis=self.expert_axis,
+            expert_exchange=self.expert_exchange,
+            expert_capacity=self.expert_capacity,
         )
 
     @classmethod
@@ -175,9 +186,13 @@ class Qwen3NextConfig(QwenHybridConfig):
             "normalize_expert_weights": mlp.normalize_weights,
             "balance_loss_coef": mlp.balance_loss_coef,
             "sequence_balance_loss_coef": mlp.sequence_balance_loss_coef,
+            "global_balance_loss_coef": mlp.global_balance_loss_coef,
             "balance_counts": mlp.balance_counts,
             "z_loss_coef": mlp.z_loss_coef,
             "router_bias_update_rate": mlp.bias_update_rate,
+            "expert_axis": mlp.expert_axis,
+            "expert_exchange": mlp.expert_exchange,
+            "expert_capacity": mlp.expert_capacity,
         }
 
     def _gdn_rules(self) -> tuple[Rule, ...]:

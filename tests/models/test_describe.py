@@ -16,9 +16,8 @@ from jaxaccel.models.qwen3_next import Qwen3NextConfig
 def variants():
     moe = Qwen3NextConfig.tiny(num_mtp_layers=1).decoder()
     yield moe
-    yield dataclasses.replace(
-        moe, mlp=dataclasses.replace(moe.mlp, bias_update_rate=0.1, activation="relu2")
-    )
+    latent = {"bias_update_rate": 0.1, "activation": "relu2", "d_latent": 8}
+    yield dataclasses.replace(moe, mlp=dataclasses.replace(moe.mlp, **latent))
     dense = Qwen3_5TextConfig.tiny(
         num_layers=8, tie_embeddings=True, param_dtype="bfloat16", dtype="bfloat16"
     ).decoder()
