@@ -10,6 +10,7 @@ Table of contents; every name is imported on first use:
 ``attention``          grouped-query attention over packed segments
 ``grouped_matmul``     one matrix product per expert over sorted rows
 ``sort_dispatch``      sort-based routing of tokens to experts
+``engram_hash``        row numbers of hashed n-grams
 ``explain``            which implementation a call would run, and why
 =====================  =========================================================
 """
@@ -22,11 +23,13 @@ import types
 _OPS = (
     "attention",
     "causal_conv1d",
+    "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_matmul",
     "rms_norm",
     "sort_dispatch",
+    "ssd",
 )
 
 __all__ = [*_OPS, "explain"]

@@ -9,6 +9,7 @@ from typing import Any
 OPS = (
     "attention",
     "causal_conv1d",
+    "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_matmul",
