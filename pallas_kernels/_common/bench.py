@@ -38,6 +38,9 @@ ROOT = report.ROOT
 # How long a process that shares the card compiles before it measures.
 PREPARE_SECONDS = 60.0
 
+# Nobody times the reference, and tuning its products takes minutes.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 # What is measured if the command names none; an op without one of them skips it.
 IMPLEMENTATIONS = ("mosaic", "xla")
 
@@ -234,7 +237,11 @@ def prepare(
     try:
         args = case.arguments(jax.random.key(0))
         doing = "no reference"
-        reference = jax.jit(case.reference).lower(*_exact(args)).compile()
+        reference = (
+            jax.jit(case.reference)
+            .lower(*_exact(args))
+            .compile(compiler_options=_UNTUNED)
+        )
     except RuntimeError as error:  # such as memory that does not suffice
         refused = _Run({}, "", f"{doing}: {_reason(error)}")
         ours = dict.fromkeys(names, refused)

@@ -40,16 +40,20 @@ def run_in_jobs(
     jobs = min(jobs, len(order))
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder, f"{i}.json") for i in range(jobs)]
-        lock = {
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        flags = f"--xla_gpu_force_compilation_parallelism={threads}"
+        environment = {
             timing.DEVICE_LOCK: str(pathlib.Path(folder, "lock")),
             # All of them keep arrays on the card at a time.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **os.environ,
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
         }
         command = [sys.executable, "-m", "pallas_kernels.bench", *arguments]
         children = [
             subprocess.Popen(
                 [*command, "--share", f"{i}/{jobs}", "--json", str(files[i])],
-                env=lock | os.environ,
+                env=environment,
                 cwd=report.ROOT,
             )
             for i in range(jobs)
