@@ -1,0 +1,144 @@
+"""The public function: checks, then the implementation that was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels.ssd import reference, xla
+from pallas_kernels.ssd.config import heuristic
+
+
+_REFUSED = {"mosaic": "ssd has no kernel yet"}
+
+
+def choose(
+    *args: Any, implementation: Implementation | None = None, **options: Any
+) -> Choice:
+    """Says what a call of `ssd` would run.
+
+    Args:
+      *args: arrays or `jax.ShapeDtypeStruct`, as for `ssd`.
+      implementation: the one asked for.
+      **options: the other keywords of `ssd`.
+
+    Returns:
+      The choice.
+
+    Raises:
+      NotImplementedError: the named implementation cannot run this call.
+    """
+    del args, options  # "xla" and "reference" run everything that passes the checks.
+    return select("ssd", implementation, _REFUSED)
+
+
+def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+    if array.dtype != dtype:
+        raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(dtype)}")
+
+
+def _check(x: Any, dt: Any, a: Any, b: Any, c: Any) -> None:
+    for name, array in (("x", x), ("b", b)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} has shape {array.shape}, expected four axes")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x has dtype {x.dtype}, expected a floating one")
+    batch, time, heads, _ = x.shape
+    groups, size = b.shape[2:]
+    if groups < 1 or heads % groups:
+        raise ValueError(
+            f"x has {heads} heads, which is no multiple of the {groups} groups of b"
+        )
+    _expect("b", b, (batch, time, groups, size), x.dtype)
+    _expect("c", c, (batch, time, groups, size), x.dtype)
+    _expect("dt", dt, (batch, time, heads), jnp.float32)
+    _expect("a", a, (heads,), jnp.float32)
+
+
+def check_limit(dt_limit: tuple[float, float]) -> None:
+    """Raises `ValueError` unless 0 <= low < high."""
+    low, high = dt_limit
+    if not 0 <= low < high:
+        raise ValueError(f"dt_limit is {dt_limit}, expected 0 <= low < high")
+
+
+def ssd(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    *,
+    d: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    dt_limit: tuple[float, float] = reference.NO_LIMIT,
+    is_first: jax.Array | None = None,
+    is_real: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mamba-2's state space duality over a sequence (Dao and Gu 2024).
+
+    With s = clip(softplus(dt + dt_bias), *dt_limit) and S the state of a head,
+    S <- e^(s a) S + s x b^T, then y = S c + d x. Head h reads group h // (H / G) of b
+    and c. The state, step sizes, decays and every sum are f32; products take operands
+    of x's dtype.
+
+    Args:
+      x: [B, T, H, V], any float dtype.
+      dt: f32[B, T, H], before bias and softplus.
+      a: f32[H], <= 0, the rate at which a head forgets.
+      b: [B, T, G, N], what is written along, dtype of x.
+      c: [B, T, G, N], what is read along, dtype of x.
+      d: f32[H], of the skip, `None` for none.
+      dt_bias: f32[H], zero if `None`.
+      dt_limit: least and largest step size; the same for `ssd_step`.
+      is_first: bool[B, T], whether the state restarts from zero before a token.
+      is_real: bool[B, T], false on padding, which leaves the state as it is.
+      initial_state: f32[B, H, V, N], zeros if `None`.
+      chunk_size: tokens per chunk of the chunked form, a power of two >= 16.
+      implementation: "xla", "reference" or `None`.
+
+    Returns:
+      (y [B, T, H, V] of x's dtype, final_state f32[B, H, V, N]).
+
+    Raises:
+      ValueError: a shape, dtype, limit or chunk size is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Source: Transformers are SSMs (arXiv 2405.21060), sections 5 and 6.
+    """
+    _check(x, dt, a, b, c)
+    check_limit(dt_limit)
+    if chunk_size < 16 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}, expected a power of two >= 16")
+    batch, time, heads, dim = x.shape
+    for name, array in (("d", d), ("dt_bias", dt_bias)):
+        if array is not None:
+            _expect(name, array, (heads,), jnp.float32)
+    for name, array in (("is_first", is_first), ("is_real", is_real)):
+        if array is not None:
+            _expect(name, array, (batch, time), jnp.bool_)
+    if is_first is None:
+        is_first = jnp.zeros((batch, time), bool)
+    shape = (batch, heads, dim, b.shape[3])
+    if initial_state is None:
+        initial_state = jnp.zeros(shape, jnp.float32)
+    _expect("initial_state", initial_state, shape, jnp.float32)
+    choice = choose(x, dt, a, b, c, implementation=implementation)
+    steps = reference.step_sizes(dt, dt_bias, dt_limit=dt_limit, is_real=is_real)
+    rest = {"is_first": is_first, "initial_state": initial_state}
+    if choice.implementation == "reference":
+        y, state = reference.ssd(x, steps, a, b, c, **rest)
+    else:
+        sizes = heuristic(batch=batch, time=time, heads=heads, chunk=chunk_size)
+        y, state = xla.ssd(x, steps, a, b, c, config=sizes, **rest)
+    if d is not None:
+        y = y + d[None, None, :, None] * x.astype(jnp.float32)
+    return y.astype(x.dtype), state
