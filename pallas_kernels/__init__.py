@@ -10,6 +10,7 @@ Table of contents; every name is imported on first use:
 ``attention``          grouped-query attention over packed segments
 ``grouped_matmul``     one matrix product per expert over sorted rows
 ``sort_dispatch``      sort-based routing of tokens to experts
+``ssd``                the Mamba-2 recurrence, chunked, and one token of it
 ``engram_hash``        row numbers of hashed n-grams
 ``explain``            which implementation a call would run, and why
 =====================  =========================================================
