@@ -112,7 +112,7 @@ def grouped_mlp(
       ValueError: a shape or dtype is not allowed.
       NotImplementedError: the named implementation cannot run this call.
 
-    Source: SonicMoE (arXiv 2512.14080), section 3, for the order of the backward.
+    Source: SonicMoE (arXiv 2512.14080), for the order of the backward.
     """
     options = {
         "activation": activation,

@@ -284,7 +284,7 @@ def activation_gradient(
       ValueError: a shape or dtype is not allowed.
       NotImplementedError: the named implementation cannot run this call.
 
-    Source: SonicMoE (arXiv 2512.14080), section 3.
+    Source: SonicMoE (arXiv 2512.14080).
     """
     choice = choose_activation_gradient(
         dy,
