@@ -193,7 +193,9 @@ def test_initial_values_and_what_decays():
         return Mamba2(config, 4, dtype="bfloat16", rngs=nnx.Rngs(seed))
 
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(0)))
-    module = nnx.merge(graphdef, jit(lambda key: nnx.split(make(key))[1])(0))
+    module = nnx.merge(
+        graphdef, jit(lambda key: nnx.split(make(key))[1])(jax.random.key(0))
+    )
     steps = jax.nn.softplus(module.dt_bias[...])
     assert 1e-3 <= steps.min() < 2e-3
     assert 0.05 < steps.max() <= 0.1001
