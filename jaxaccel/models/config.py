@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,11 +11,14 @@ import jax.numpy as jnp
 from jaxaccel.nn.attention import AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNetConfig
 from jaxaccel.nn.implementation import normalize
+from jaxaccel.nn.mamba2 import Mamba2Config
 from jaxaccel.nn.mlp import MLPConfig
 from jaxaccel.nn.router import MoEConfig
 
 
-MIXERS = ("gdn", "attention", "sliding_attention")
+MIXERS = ("gdn", "mamba", "attention", "sliding_attention")
+FEED_FORWARDS = ("moe", "mlp")
+"""Layers of their own in models whose layers have one part."""
 DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = (
     *("none", "save", "full", "remat", "dots", "save_names:NAME,..."),
@@ -29,6 +33,9 @@ _MODES = {
     **{"offload": "ring", "offload_policy": "policy", "offload_group": "group"},
 }
 _TAKES_NAMES = ("save_names", "offload_policy")
+
+
+type MixerConfig = AttentionConfig | GatedDeltaNetConfig | Mamba2Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,56 @@ class RematPolicy:
         return _MODES[self.kind]
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Layers that are scanned together.
+
+    Attributes:
+      kinds: the layers of one iteration.
+      repeats: iterations, the leading axis of these layers' parameters.
+    """
+
+    kinds: tuple[str, ...]
+    repeats: int
+
+
+@functools.cache
+def repeated_runs(kinds: tuple[str, ...]) -> tuple[Run, ...]:
+    """Cuts a sequence into repeated units, with few layers to compile.
+
+    Every layer of a unit is compiled once, however often the unit repeats; a run costs
+    about another layer, for its loop. The cheapest cut is taken, and of equal ones the
+    one whose first runs are longest.
+
+    Args:
+      kinds: what the layers are, in order.
+
+    Returns:
+      Runs that make up the sequence.
+    """
+    count = len(kinds)
+    # best[i]: cost of the layers from i on, and the first run of them.
+    best: list[tuple[int, Run | None]] = [(0, None)] * (count + 1)
+    for start in reversed(range(count)):
+        found: tuple[int, Run | None] = (2 * count + 2, None)
+        for length in range(1, count - start + 1):
+            unit = kinds[start : start + length]
+            repeats, end = 0, start
+            while kinds[end : end + length] == unit and end + length <= count:
+                repeats, end = repeats + 1, end + length
+                cost = length + 1 + best[end][0]
+                if cost <= found[0]:
+                    found = (cost, Run(unit, repeats))
+        best[start] = found
+    runs, at = [], 0
+    while at < count:
+        run = best[at][1]
+        assert run is not None  # a unit of one layer always fits
+        runs.append(run)
+        at += len(run.kinds) * run.repeats
+    return tuple(runs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """A decoder-only language model.
@@ -92,11 +149,18 @@ class DecoderConfig:
       d_model: width D.
       num_layers: layers, a multiple of the pattern's length.
       pattern: mixer of each layer of one period, names of the fields below, such as
-        ("gdn", "gdn", "gdn", "attention").
+        ("gdn", "gdn", "gdn", "attention"). With `single_part`, also "moe" and "mlp".
       attention: the mixer "attention".
       sliding_attention: the mixer "sliding_attention".
       gdn: the mixer "gdn".
-      mlp: the feed-forward part of every layer, dense or a mixture of experts.
+      mamba: the mixer "mamba".
+      mlp: the feed-forward part of every layer, dense or a mixture of experts. With
+        `single_part`, of the layers "moe" if it is a mixture, else of the layers
+        "mlp", and of the prediction block.
+      dense_mlp: with `single_part`, the layers "mlp" beside a mixture in `mlp`.
+      single_part: a layer is one mixer or one feed-forward part, with one norm, in
+        place of one of each (Nemotron-H, arXiv:2504.03624). Layers that do not repeat
+        as a whole are scanned in runs, see `runs`.
       norm_eps: of every norm.
       zero_centered_norms: norms scale by 1 + w, the Gated DeltaNet output norm apart.
       tie_embeddings: the output layer is the embedding table.
@@ -124,6 +188,9 @@ class DecoderConfig:
     attention: AttentionConfig | None = None
     sliding_attention: AttentionConfig | None = None
     gdn: GatedDeltaNetConfig | None = None
+    mamba: Mamba2Config | None = None
+    dense_mlp: MLPConfig | None = None
+    single_part: bool = False
     norm_eps: float = 1e-6
     zero_centered_norms: bool = False
     tie_embeddings: bool = False
@@ -143,13 +210,18 @@ class DecoderConfig:
                 )
         if not self.pattern:
             raise ValueError("DecoderConfig: pattern=() must name at least one mixer")
-        for name in self.pattern:
-            if name not in MIXERS:
+        allowed = (*MIXERS, *FEED_FORWARDS) if self.single_part else MIXERS
+        for name in dict.fromkeys(self.pattern):
+            if name not in allowed:
                 raise ValueError(
                     f"DecoderConfig: pattern names {name!r}, allowed are "
-                    f"{', '.join(map(repr, MIXERS))}"
+                    f"{', '.join(map(repr, allowed))}"
                 )
-            self.mixer_config(name)
+            self.layer_parts(name)
+        if self.dense_mlp is not None and not self.single_part:
+            raise ValueError(
+                f"DecoderConfig: dense_mlp={self.dense_mlp} needs single_part=True"
+            )
         if self.num_layers % len(self.pattern):
             raise ValueError(
                 f"DecoderConfig: num_layers={self.num_layers} must be a multiple of "
@@ -179,11 +251,12 @@ class DecoderConfig:
             policy = RematPolicy.parse(self.remat_policy)
         except ValueError as error:
             raise ValueError(f"DecoderConfig: {error}") from None
-        if policy.group > 1 and self.num_periods % policy.group:
-            raise ValueError(
-                f"DecoderConfig: remat_policy={self.remat_policy!r} must divide the "
-                f"{self.num_periods} periods of the pattern"
-            )
+        for run in self.runs if policy.group > 1 else ():
+            if run.repeats % policy.group:
+                raise ValueError(
+                    f"DecoderConfig: remat_policy={self.remat_policy!r} must divide "
+                    f"the {run.repeats} periods of the pattern"
+                )
 
     @property
     def num_periods(self) -> int:
@@ -200,7 +273,57 @@ class DecoderConfig:
         """`dtype` as a dtype."""
         return jnp.dtype(self.dtype)
 
-    def mixer_config(self, name: str) -> AttentionConfig | GatedDeltaNetConfig:
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers as `Decoder` scans them.
+
+        One run of the whole pattern; or, where layers have one part and the pattern
+        comes once, as published ones do, the units that repeat inside of it.
+        """
+        if self.single_part and self.num_periods == 1:
+            return repeated_runs(self.pattern)
+        return (Run(self.pattern, self.num_periods),)
+
+    @property
+    def positions(self) -> tuple[tuple[str, int], ...]:
+        """Kind and repeats of each of `Decoder.layers`, run after run."""
+        return tuple((kind, run.repeats) for run in self.runs for kind in run.kinds)
+
+    @property
+    def layer_places(self) -> tuple[tuple[int, int], ...]:
+        """Where each layer's parameters are: position in `Decoder.layers`, and row."""
+        places, first = [], 0
+        for run in self.runs:
+            for row in range(run.repeats):
+                places += [(first + i, row) for i in range(len(run.kinds))]
+            first += len(run.kinds)
+        return tuple(places)
+
+    def layer_parts(
+        self, kind: str
+    ) -> tuple[MixerConfig | None, MLPConfig | MoEConfig | None]:
+        """Returns the configs of the mixer and of the feed-forward part of a layer.
+
+        Args:
+          kind: a name of the pattern.
+
+        Raises:
+          ValueError: the field behind the name is not set.
+        """
+        if kind not in FEED_FORWARDS:
+            return self.mixer_config(kind), None if self.single_part else self.mlp
+        mlp = self.mlp
+        if kind == "mlp" and self.dense_mlp is not None:
+            mlp = self.dense_mlp
+        if isinstance(mlp, MoEConfig) != (kind == "moe"):
+            field = "mlp" if kind == "moe" else "dense_mlp"
+            raise ValueError(
+                f"DecoderConfig: the pattern has {kind!r}, so the field `{field}` must "
+                f"be of that kind, got {mlp}"
+            )
+        return None, mlp
+
+    def mixer_config(self, name: str) -> MixerConfig:
         """Returns the config of a mixer of the pattern.
 
         Raises:

@@ -24,7 +24,8 @@ from jaxaccel.models.config import DecoderConfig, RematPolicy
 from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet
 from jaxaccel.nn.linear import Embed, Linear
-from jaxaccel.nn.mlp import MLP
+from jaxaccel.nn.mamba2 import Mamba2, Mamba2Config
+from jaxaccel.nn.mlp import MLP, MLPConfig
 from jaxaccel.nn.moe import MoE
 from jaxaccel.nn.norm import RMSNorm
 from jaxaccel.nn.router import MoEConfig, RouterAux
@@ -39,8 +40,8 @@ class ModelOutput:
       logits: f32[B, T, vocab]; dead code under `jax.jit` where nothing reads it.
       hidden: [B, T, D] after the final norm.
       cache: the cache with these tokens read, `None` without one.
-      aux: the routers' reports, leaves with a leading [num_layers] axis, in the order
-        of the layers; `None` for dense models.
+      aux: the routers' reports, leaves with a leading axis of the layers that have
+        one, in their order; `None` for dense models.
       hidden_states: num_layers + 1 arrays [B, T, D], the embedding, each layer's
         output, the last of them after the final norm; `None` unless asked for.
     """
@@ -53,60 +54,42 @@ class ModelOutput:
 
 
 class Block(nnx.Module):
-    """`x += mixer(norm(x)); x += mlp(norm(x))`.
+    """`x += mixer(norm(x)); x += mlp(norm(x))`, or one of the two.
 
     Attributes:
-      mixer_norm: RMSNorm.
-      mixer: Attention or GatedDeltaNet; whichever it is, `tables` says what it reads
-        of the `PackingMetadata`.
-      mlp_norm: RMSNorm.
-      mlp: MLP or MoE.
+      mixer_norm: RMSNorm, only with a mixer.
+      mixer: Attention, GatedDeltaNet or Mamba2; whichever it is, `tables` says what it
+        reads of the `PackingMetadata`. `None` in a layer without one.
+      mlp_norm: RMSNorm, only with a feed-forward part.
+      mlp: MLP or MoE; `None` in a layer without one.
     """
 
-    def __init__(self, config: DecoderConfig, mixer: str, *, rngs: nnx.Rngs):
-        """Creates a layer of the given mixer, a name of `config.pattern`."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mixer: Any,
+        mlp: MLPConfig | MoEConfig | None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Creates a layer of the given parts, see `DecoderConfig.layer_parts`."""
         norm = _norm_arguments(config)
-        # Every layer adds two outputs to the stream; this keeps its size at the end
-        # from growing with the depth (GPT-2).
-        out_gain = (2 * config.num_layers) ** -0.5
+        # Every layer adds one or two outputs to the stream; this keeps its size at the
+        # end from growing with the depth (GPT-2).
+        outputs = config.num_layers * (1 if config.single_part else 2)
         kind = {
-            "out_gain": out_gain,
+            "out_gain": outputs**-0.5,
             "dtype": config.dtype,
             "param_dtype": config.param_dtype,
             "rngs": rngs,
         }
-        mixer_config = config.mixer_config(mixer)
-        self.mixer_norm = RMSNorm(config.d_model, **norm)
-        self.mixer: Any
-        if isinstance(mixer_config, AttentionConfig):
-            self.mixer = Attention(
-                mixer_config,
-                config.d_model,
-                norm_eps=config.norm_eps,
-                zero_centered=config.zero_centered_norms,
-                implementation=config.implementation,
-                **kind,
-            )
-        else:
-            self.mixer = GatedDeltaNet(
-                mixer_config,
-                config.d_model,
-                norm_eps=config.norm_eps,
-                implementation=config.implementation,
-                **kind,
-            )
-        self.mlp_norm = RMSNorm(config.d_model, **norm)
-        if isinstance(config.mlp, MoEConfig):
-            self.mlp = MoE(
-                config.mlp,
-                config.d_model,
-                implementation=config.implementation,
-                **kind,
-            )
-        else:
-            self.mlp = MLP(
-                config.d_model, config.mlp.d_ff, config.mlp.activation, **kind
-            )
+        # Assigned once: what a module holds after `None` would count as no part of it.
+        self.mixer: Any = None if mixer is None else _mixer(config, mixer, kind)
+        if mixer is not None:
+            self.mixer_norm = RMSNorm(config.d_model, **norm)
+        self.mlp: Any = None if mlp is None else _feed_forward(config, mlp, kind)
+        if mlp is not None:
+            self.mlp_norm = RMSNorm(config.d_model, **norm)
 
     def __call__(
         self,
@@ -116,16 +99,20 @@ class Block(nnx.Module):
         length: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None, RouterAux | None]:
         """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`."""
-        with jax.named_scope("mixer"):
-            mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
-            x = x + mixed
-        with jax.named_scope("mlp"):
-            h = self.mlp_norm(x)
-            if isinstance(self.mlp, MoE):
-                y, aux = self.mlp(h, meta)
-            else:
-                y, aux = self.mlp(h), None
-            return x + y, cache, aux
+        aux = None
+        if self.mixer is not None:
+            with jax.named_scope("mixer"):
+                mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
+                x = x + mixed
+        if self.mlp is not None:
+            with jax.named_scope("mlp"):
+                h = self.mlp_norm(x)
+                if isinstance(self.mlp, MoE):
+                    y, aux = self.mlp(h, meta)
+                else:
+                    y = self.mlp(h)
+                x = x + y
+        return x, cache, aux
 
 
 class MTPHead(nnx.Module):
@@ -151,7 +138,7 @@ class MTPHead(nnx.Module):
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
-        self.block = Block(config, "attention", rngs=rngs)
+        self.block = Block(config, config.attention, config.mlp, rngs=rngs)
         self.final_norm = RMSNorm(config.d_model, **norm)
 
 
@@ -161,7 +148,8 @@ class Decoder(nnx.Module):
     Attributes:
       embed: Embed [vocab, D].
       layers: one `Block` per position of the pattern, every parameter with a leading
-        [num_periods] axis: layer p * len(pattern) + i is row p of layers[i].
+        [num_periods] axis: layer p * len(pattern) + i is row p of layers[i]. Where
+        `DecoderConfig.runs` has several runs, those of each run in turn.
       final_norm: RMSNorm.
       lm_head: Linear [D, vocab], absent where the embedding is tied.
       mtp: MTPHead, only with `num_mtp_layers`.
@@ -274,7 +262,7 @@ class Decoder(nnx.Module):
         return tuple(
             dict.fromkeys(
                 table
-                for block in self.layers
+                for block in self._mixing
                 for table in block.mixer.tables(batch, time, cached=cached)
             )
         )
@@ -301,18 +289,27 @@ class Decoder(nnx.Module):
           The cache.
         """
         dtype = self.config.compute_dtype if dtype is None else dtype
-        periods = self.config.num_periods
 
-        def stacked(block):
+        def stacked(block, repeats):
             one = block.mixer.init_cache(batch, max_length, dtype)
             return jax.tree.map(
-                lambda leaf: jnp.tile(leaf[None], (periods,) + (1,) * leaf.ndim), one
+                lambda leaf: jnp.tile(leaf[None], (repeats,) + (1,) * leaf.ndim), one
             )
 
+        pairs = zip(self.layers, self.config.positions, strict=True)
         return DecoderCache(
-            layers=tuple(stacked(block) for block in self.layers),
+            layers=tuple(
+                stacked(block, repeats)
+                for block, (_, repeats) in pairs
+                if block.mixer is not None
+            ),
             length=jnp.zeros((batch,), jnp.int32),
         )
+
+    @property
+    def _mixing(self) -> list[Block]:
+        """The layers that have a mixer, and with it a part of the cache."""
+        return [block for block in self.layers if block.mixer is not None]
 
     def mtp_hidden(
         self,
@@ -382,50 +379,50 @@ class Decoder(nnx.Module):
         length: jax.Array | None,
         keep_states: bool,
     ):
-        config = self.config
-        policy = RematPolicy.parse(config.remat_policy)
-        in_loop = config.num_periods > 1
-
-        def stage(i: int, graphdef: Any) -> Callable:
-            run = _checkpointed(_pure(graphdef), policy, in_loop=in_loop)
-
-            def layer(own, x, shared):
-                state, cache = own
-                meta, length = shared
-                with jax.named_scope(f"layer_{i}_{config.pattern[i]}"):
-                    x, cache, aux = run(state, x, meta, cache, length)
-                return x, (cache, aux, x if keep_states else None)
-
-            return layer
-
-        parts = [nnx.split(block) for block in self.layers]
-        stages = [stage(i, graphdef) for i, (graphdef, _) in enumerate(parts)]
+        policy = RematPolicy.parse(self.config.remat_policy)
         mode, group = policy.mode, policy.group
         if caches is not None:
             mode, group = "save", 1  # nobody differentiates through a cache
-        own_caches = caches or (None,) * len(stages)
-        x, kept = offload_scan(
-            stages,
-            tuple((s, c) for (_, s), c in zip(parts, own_caches, strict=True)),
-            x,
-            (meta, length),
-            mode=mode,
-            group=group,
-            names=policy.names if mode == "policy" else (),
-        )
-        new_caches, reports, states = zip(*kept, strict=True)
-        if not keep_states:
-            states = None
-        aux = None
-        if isinstance(config.mlp, MoEConfig):
-            aux = jax.tree.map(_in_layer_order, *reports)
-        if states is not None:
-            states = tuple(
-                states[i][p]
-                for p in range(config.num_periods)
-                for i in range(len(states))
+        remaining = iter(caches or ())
+        first, new_caches, reports, states = 0, [], [], []
+        for run in self.config.runs:
+            blocks = self.layers[first : first + len(run.kinds)]
+            own_caches = tuple(
+                None if caches is None or block.mixer is None else next(remaining)
+                for block in blocks
             )
-        return x, new_caches, aux, states
+            parts = [nnx.split(block) for block in blocks]
+            stages = [
+                _stage(
+                    f"layer_{first + i}_{kind}",
+                    _checkpointed(_pure(graphdef), policy, in_loop=run.repeats > 1),
+                    keep_states,
+                )
+                for i, (kind, (graphdef, _)) in enumerate(
+                    zip(run.kinds, parts, strict=True)
+                )
+            ]
+            x, kept = offload_scan(
+                stages,
+                tuple((s, c) for (_, s), c in zip(parts, own_caches, strict=True)),
+                x,
+                (meta, length),
+                mode=mode,
+                group=group,
+                names=policy.names if mode == "policy" else (),
+            )
+            run_caches, run_reports, run_states = zip(*kept, strict=True)
+            new_caches += [cache for cache in run_caches if cache is not None]
+            run_reports = [report for report in run_reports if report is not None]
+            if run_reports:
+                reports.append(jax.tree.map(_in_layer_order, *run_reports))
+            if keep_states:
+                states += [s[p] for p in range(run.repeats) for s in run_states]
+            first += len(run.kinds)
+        aux = reports[0] if reports else None
+        if len(reports) > 1:
+            aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *reports)
+        return x, tuple(new_caches), aux, tuple(states) if keep_states else None
 
 
 def init_decoder(config: DecoderConfig, key: jax.Array | int = 0) -> Decoder:
@@ -476,35 +473,76 @@ def _norm_arguments(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _stacked_blocks(config: DecoderConfig, key: jax.Array) -> list[Block]:
-    """Builds a block per position of the pattern, its parameters holding all periods.
+def _mixer(config: DecoderConfig, mixer: Any, kind: dict[str, Any]) -> nnx.Module:
+    """The module of a mixer's config; `kind` goes to it as it is."""
+    kind = {**kind, "norm_eps": config.norm_eps}
+    kind["implementation"] = config.implementation
+    if isinstance(mixer, AttentionConfig):
+        return Attention(
+            mixer, config.d_model, zero_centered=config.zero_centered_norms, **kind
+        )
+    if isinstance(mixer, Mamba2Config):
+        return Mamba2(mixer, config.d_model, **kind)
+    return GatedDeltaNet(mixer, config.d_model, **kind)
 
-    All layers of one mixer are drawn together: every random array that is drawn on
+
+def _feed_forward(
+    config: DecoderConfig, mlp: MLPConfig | MoEConfig, kind: dict[str, Any]
+) -> nnx.Module:
+    """The module of a feed-forward part's config; `kind` goes to it as it is."""
+    if isinstance(mlp, MoEConfig):
+        implementation = config.implementation
+        return MoE(mlp, config.d_model, implementation=implementation, **kind)
+    return MLP(config.d_model, mlp.d_ff, mlp.activation, **kind)
+
+
+def _stacked_blocks(config: DecoderConfig, key: jax.Array) -> list[Block]:
+    """Builds a block per position of the layers, its parameters holding all rows.
+
+    All layers of one kind are drawn together: every random array that is drawn on
     its own is a program of its own to compile.
     """
+    positions = config.positions
     blocks: dict[int, Block] = {}
-    for mixer in sorted(set(config.pattern)):
-        places = [i for i, name in enumerate(config.pattern) if name == mixer]
+    for kind in sorted({kind for kind, _ in positions}):
+        places = [(i, n) for i, (name, n) in enumerate(positions) if name == kind]
 
-        def parameters(key, mixer=mixer):
-            return nnx.split(Block(config, mixer, rngs=nnx.Rngs(key)))[1]
+        def build(rngs, kind=kind):
+            return Block(config, *config.layer_parts(kind), rngs=rngs)
 
-        shape = (len(places), config.num_periods)
-        keys = jax.random.split(jax.random.fold_in(key, places[0]), shape)
-        drawn = jax.vmap(jax.vmap(parameters))(keys)  # [places, num_periods, ...]
-        graphdef, _ = nnx.split(
-            nnx.eval_shape(lambda mixer=mixer: Block(config, mixer, rngs=nnx.Rngs(0)))
-        )
-        for row, place in enumerate(places):
-            state = jax.tree.map(lambda leaf, row=row: leaf[row], drawn)
+        def parameters(key, build=build):
+            return nnx.split(build(nnx.Rngs(key)))[1]
+
+        total = sum(repeats for _, repeats in places)
+        keys = jax.random.split(jax.random.fold_in(key, places[0][0]), total)
+        drawn = jax.vmap(parameters)(keys)  # [rows of all places, ...]
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda build=build: build(nnx.Rngs(0))))
+        row = 0
+        for place, repeats in places:
+            rows = slice(row, row + repeats)
+            state = jax.tree.map(lambda leaf, rows=rows: leaf[rows], drawn)
             blocks[place] = nnx.merge(graphdef, state)
-    return [blocks[place] for place in range(len(config.pattern))]
+            row += repeats
+    return [blocks[place] for place in range(len(positions))]
 
 
 def _in_layer_order(*leaves: jax.Array) -> jax.Array:
     """Interleaves per-position leaves [num_periods, ...] into [num_layers, ...]."""
     stacked = jnp.stack(leaves, axis=1)  # [num_periods, positions, ...]
     return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _stage(scope: str, run: Callable, keep_states: bool) -> Callable:
+    """A block as a stage of `offload_scan`."""
+
+    def layer(own, x, shared):
+        state, cache = own
+        meta, length = shared
+        with jax.named_scope(scope):
+            x, cache, aux = run(state, x, meta, cache, length)
+        return x, (cache, aux, x if keep_states else None)
+
+    return layer
 
 
 def _pure(graphdef: Any) -> Callable:

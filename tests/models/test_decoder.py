@@ -421,7 +421,7 @@ def test_initial_parameters_differ_by_period_and_keep_the_stream_small():
     "changes, message",
     [
         ({"num_layers": 5}, "num_layers=5 must be a multiple"),
-        ({"pattern": ("mamba",)}, "names 'mamba'"),
+        ({"pattern": ("mamba3",)}, "names 'mamba3'"),
         ({"pattern": ()}, r"pattern=\(\)"),
         ({"pattern": ("sliding_attention",)}, "`sliding_attention` must"),
         ({"dtype": "int8"}, "dtype='int8'"),
