@@ -182,6 +182,9 @@ class NameTable:
       top: rules outside the blocks.
       blocks: for each position of the layer pattern, the rules of its block.
       num_layers: layers in all, a multiple of the pattern's length.
+      places: for each layer, which of `blocks` it is and its row of their leading
+        axis; empty where they follow each other period by period.
+      prefix: what the names of all layers begin with.
       mtp: rules of the prediction block outside its layer, empty where there is none.
       mtp_block: rules of the layer inside the prediction block.
     """
@@ -189,20 +192,24 @@ class NameTable:
     top: tuple[Rule, ...]
     blocks: tuple[tuple[Rule, ...], ...]
     num_layers: int
+    places: tuple[tuple[int, int], ...] = ()
+    prefix: str = "model.layers."
     mtp: tuple[Rule, ...] = ()
     mtp_block: tuple[Rule, ...] = ()
 
     def entries(self) -> list[Entry]:
         """Every stored tensor, in the order of the layers."""
         found = _expand(self.top, "", "", ())
-        period_length = len(self.blocks)
-        for layer in range(self.num_layers):
-            period, position = divmod(layer, period_length)
+        count = len(self.blocks)
+        places = self.places or [
+            (layer % count, layer // count) for layer in range(self.num_layers)
+        ]
+        for layer, (position, row) in enumerate(places):
             found += _expand(
                 self.blocks[position],
-                f"model.layers.{layer}.",
+                f"{self.prefix}{layer}.",
                 f"layers.{position}.",
-                (period,),
+                (row,),
             )
         found += _expand(self.mtp, "mtp.", "mtp.", ())
         found += _expand(self.mtp_block, "mtp.layers.0.", "mtp.block.", ())
