@@ -4,8 +4,9 @@ What is counted as work: matrix products only, two operations a multiplication a
 addition. A projection costs 2 d_in d_out a token. Attention scores and values cost
 4 H K operations a key seen, and a token of a T-token document sees (T + 1) / 2 keys on
 average, fewer with a window. The delta rule costs 6 K V a value head: reading what a
-key recalls, writing the correction, reading with the query; the chunked form does more
-of it, which is the price of parallelism and no useful work. A token pays for the
+key recalls, writing the correction, reading with the query; Mamba-2 recalls nothing and
+costs 4 V N a head. The chunked forms do more of it, which is the price of parallelism
+and no useful work. A token pays for the
 experts it visits, not for the others. A backward pass costs twice the forward pass, so
 training costs three times it; rematerialised layers are not counted again.
 """
@@ -17,9 +18,10 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from jaxaccel.models.config import DecoderConfig
+from jaxaccel.models.config import DecoderConfig, MixerConfig
 from jaxaccel.nn.attention import AttentionConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNetConfig
+from jaxaccel.nn.mamba2 import Mamba2Config
 from jaxaccel.nn.mlp import MLPConfig
 from jaxaccel.nn.router import MoEConfig
 
@@ -173,16 +175,28 @@ def describe(config: DecoderConfig, seq_len: int = 4096) -> Description:
         raise ValueError(f"seq_len={seq_len} must be positive")
     count = _Counter(config, seq_len)
     norm = count.vector(config.d_model)
-    mlp_name = "moe" if isinstance(config.mlp, MoEConfig) else "mlp"
     rows = [Row(name="embed", count=1, cost=count.embedding())]
-    for position, kind in enumerate(config.pattern):
-        rows.append(
+    if config.single_part:
+        # Layers of a kind are equal: one row each, in the order of their first.
+        kinds = config.layer_types
+        rows += [
+            Row(
+                name=f"layer: {kind}",
+                count=kinds.count(kind),
+                cost=count.block(*config.layer_parts(kind)),
+            )
+            for kind in dict.fromkeys(kinds)
+        ]
+    else:
+        mlp_name = "moe" if isinstance(config.mlp, MoEConfig) else "mlp"
+        rows += [
             Row(
                 name=f"layer {position}: {kind} + {mlp_name}",
                 count=config.num_periods,
-                cost=count.block(kind),
+                cost=count.block(*config.layer_parts(kind)),
             )
-        )
+            for position, kind in enumerate(config.pattern)
+        ]
     rows.append(Row(name="final_norm", count=1, cost=norm))
     rows.append(Row(name="lm_head", count=1, cost=count.head()))
     if config.num_mtp_layers:
@@ -190,7 +204,9 @@ def describe(config: DecoderConfig, seq_len: int = 4096) -> Description:
         shared = Cost(forward_flops=count.head().forward_flops)  # no weights of its own
         # It drafts from a hidden state and keeps no cache in `Decoder.init_cache`.
         block = dataclasses.replace(
-            count.block("attention"), state_bytes=0, kv_bytes_per_token=0
+            count.block(config.attention, config.mlp),
+            state_bytes=0,
+            kv_bytes_per_token=0,
         )
         rows.append(Row(name="mtp", count=1, cost=own + block + shared))
     return Description(config=config, seq_len=seq_len, rows=tuple(rows))
@@ -231,17 +247,22 @@ class _Counter:
             return Cost(forward_flops=cost.forward_flops)
         return cost
 
-    def block(self, kind: str) -> Cost:
-        config = self._config
-        mixer = config.mixer_config(kind)
-        norms = self.vector(config.d_model).times(2)
+    def block(
+        self, mixer: MixerConfig | None, mlp: MLPConfig | MoEConfig | None
+    ) -> Cost:
+        """A layer of these parts, each with its norm."""
+        cost = self.vector(self._config.d_model).times(2 - (mixer, mlp).count(None))
         if isinstance(mixer, AttentionConfig):
-            mixed = self.attention(mixer)
-        else:
-            mixed = self.gated_deltanet(mixer)
-        if isinstance(config.mlp, MoEConfig):
-            return norms + mixed + self.moe(config.mlp)
-        return norms + mixed + self.mlp(config.mlp)
+            cost += self.attention(mixer)
+        elif isinstance(mixer, Mamba2Config):
+            cost += self.mamba(mixer)
+        elif mixer is not None:
+            cost += self.gated_deltanet(mixer)
+        if isinstance(mlp, MoEConfig):
+            cost += self.moe(mlp)
+        elif mlp is not None:
+            cost += self.mlp(mlp)
+        return cost
 
     def attention(self, config: AttentionConfig) -> Cost:
         d_model, bias = self._config.d_model, config.use_bias
@@ -274,6 +295,21 @@ class _Counter:
             state_bytes=state * _F32_BYTES
             + (width - 1) * channels * self._compute_bytes,
             forward_flops=6 * state,
+        )
+
+    def mamba(self, config: Mamba2Config) -> Cost:
+        d_model, heads = self._config.d_model, config.num_heads
+        channels, width = config.conv_channels, config.conv_width
+        cost = self.linear(d_model, channels + config.d_inner + heads)
+        cost += self.vector((width + 1) * channels)
+        cost += Cost(forward_flops=2 * width * channels)
+        cost += self.vector(3 * heads, f32=True) + self.vector(config.d_inner)
+        cost += self.linear(config.d_inner, d_model)
+        state = config.d_inner * config.state_dim
+        return cost + Cost(
+            state_bytes=state * _F32_BYTES
+            + (width - 1) * channels * self._compute_bytes,
+            forward_flops=4 * state,
         )
 
     def mlp(self, config: MLPConfig) -> Cost:
