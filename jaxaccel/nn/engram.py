@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxaccel.core.sparse_rows import take_rows
 from jaxaccel.data.batch import PackingMetadata
 from jaxaccel.data.compressed_vocab import CompressedVocabulary
 from jaxaccel.nn.engram_config import EngramConfig
@@ -206,7 +207,7 @@ class GatheredRows(nnx.Module):
                 f"rows were gathered for {list(self.slots.shape)} lookups, this call "
                 f"has {list(ids.shape)}"
             )
-        return jnp.take(self.rows[...], self.slots[...], axis=0, mode="fill")
+        return take_rows(self.rows[...], self.slots[...])
 
 
 def engram_gate(
