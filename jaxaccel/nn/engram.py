@@ -315,14 +315,26 @@ def _cached_conv(
     return rows(y, place), rows(row, last)
 
 
+class Gain(nnx.Module):
+    """What a norm of each stream multiplies by.
+
+    Attributes:
+      scale: f32[G, D], ones at first.
+    """
+
+    def __init__(self, shape: tuple[int, int]):
+        """Creates the gain."""
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
+
+
 class Engram(nnx.Module):
     """Adds to each residual stream what the text's last n-grams are remembered by.
 
     Attributes:
       table: EngramTable, or `GatheredRows` in its place.
       kv_proj: Linear [C d, (G + 1) D]: keys of G streams, then the shared value.
-      query_scale, key_scale: f32[G, D], gains of the norms of stream and key.
-      conv_norm: f32[G, D], gain of the norm in front of the convolution.
+      query_norm, key_norm: gains of the norms of stream and key.
+      conv_norm: gain of the norm in front of the convolution.
       conv_kernel: f32[W, G, D]; both only with a convolution.
     """
 
@@ -358,10 +370,9 @@ class Engram(nnx.Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.query_scale = nnx.Param(jnp.ones(shape, jnp.float32))
-        self.key_scale = nnx.Param(jnp.ones(shape, jnp.float32))
+        self.query_norm, self.key_norm = Gain(shape), Gain(shape)
         if config.preset.has_conv:
-            self.conv_norm = nnx.Param(jnp.ones(shape, jnp.float32))
+            self.conv_norm = Gain(shape)
             taps = (config.conv_width, *shape)
             filters = jnp.zeros(taps, jnp.float32)
             if not config.preset.zero_init_conv:
@@ -414,8 +425,8 @@ class Engram(nnx.Module):
             gate = engram_gate(
                 h,
                 kv[:, :, :-1],
-                self.query_scale[...],
-                self.key_scale[...],
+                self.query_norm.scale[...],
+                self.key_norm.scale[...],
                 eps=config.gate_norm_eps,
                 clamp=config.gate_clamp,
                 copies_sign=config.preset.copies_sign,
@@ -435,7 +446,7 @@ class Engram(nnx.Module):
         scale = jax.lax.rsqrt(
             jnp.mean(value * value, axis=-1, keepdims=True) + config.conv_norm_eps
         )
-        normed = value * scale * self.conv_norm[...][None, None]
+        normed = value * scale * self.conv_norm.scale[...][None, None]
         normed = normed.astype(self.dtype)
         taps, dilation = self.conv_kernel[...], config.dilation
         if state is not None:

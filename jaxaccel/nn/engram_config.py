@@ -73,7 +73,7 @@ class EngramConfig:
       table_dtype: "float32" or "bfloat16".
       table_lr_factor: learning rate of the table, in units of the model's.
       table_optimizer: "adam", "rowwise_adam" or "sinkhorn_momentum", see
-        `training.sparse_table`.
+        `training.sparse_table`. Both are part of what a table's size was chosen for.
 
     Source: Engram (arXiv 2601.07372).
     """

@@ -95,13 +95,13 @@ def in_float64(config, engram, tokens, h):
     def norm(x, eps):
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
-    gain = weights["query_scale"] * weights["key_scale"]
+    gain = weights["query_norm/scale"] * weights["key_norm/scale"]
     s = np.sum(norm(h, 1e-6) * norm(k, 1e-6) * gain, axis=-1) / np.sqrt(D)
     root = np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6))
     value = v / (1 + np.exp(-root))[..., None]
     if not VARIANTS[config.variant].has_conv:
         return value
-    x = norm(value, 1e-5) * weights["conv_norm"]
+    x = norm(value, 1e-5) * weights["conv_norm/scale"]
     mixed = np.zeros_like(x)
     width = config.conv_width
     for t, tap in itertools.product(range(len(x)), range(width)):
