@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxaccel.nn.attention import AttentionConfig
+from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNetConfig
 from jaxaccel.nn.implementation import normalize
 from jaxaccel.nn.mamba2 import Mamba2Config
@@ -161,10 +163,13 @@ class DecoderConfig:
       single_part: a layer is one mixer or one feed-forward part, with one norm, in
         place of one of each (Nemotron-H, arXiv:2504.03624). Layers that do not repeat
         as a whole are scanned in runs, see `runs`.
+      engram: an n-gram memory, added to the inputs of some layers.
       norm_eps: of every norm.
       zero_centered_norms: norms scale by 1 + w, the Gated DeltaNet output norm apart.
       tie_embeddings: the output layer is the embedding table.
       num_mtp_layers: multi-token prediction blocks, 0 or 1.
+      mtp_depth: how many further tokens the block is meant to predict, applied to its
+        own output again and again; a fact for checkpoints, which changes no result.
       dtype: dtype of the computation; what must be f32 stays f32.
       param_dtype: dtype of the parameters, those that must be f32 apart.
       remat_policy: what the backward pass keeps of each layer: "none" or "save"
@@ -191,10 +196,12 @@ class DecoderConfig:
     mamba: Mamba2Config | None = None
     dense_mlp: MLPConfig | None = None
     single_part: bool = False
+    engram: EngramConfig | None = None
     norm_eps: float = 1e-6
     zero_centered_norms: bool = False
     tie_embeddings: bool = False
     num_mtp_layers: int = 0
+    mtp_depth: int = 1
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat_policy: str = "none"
@@ -203,7 +210,7 @@ class DecoderConfig:
     def __post_init__(self):
         object.__setattr__(self, "pattern", tuple(self.pattern))
         object.__setattr__(self, "implementation", normalize(self.implementation))
-        for name in ("vocab_size", "d_model", "num_layers"):
+        for name in ("vocab_size", "d_model", "num_layers", "mtp_depth"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"DecoderConfig: {name}={getattr(self, name)} must be positive"
@@ -227,6 +234,7 @@ class DecoderConfig:
                 f"DecoderConfig: num_layers={self.num_layers} must be a multiple of "
                 f"the pattern's {len(self.pattern)} layers"
             )
+        self._check_engram()
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(
                 f"DecoderConfig: num_mtp_layers={self.num_mtp_layers}, allowed are "
@@ -258,6 +266,20 @@ class DecoderConfig:
                     f"the {run.repeats} periods of the pattern"
                 )
 
+    def _check_engram(self) -> None:
+        if self.engram is None:
+            return
+        if self.engram.places[-1] >= self.num_layers:
+            raise ValueError(
+                f"DecoderConfig: engram.layers={self.engram.layers} counted from "
+                f"{self.engram.index_base}, the model has {self.num_layers} layers"
+            )
+        if self.engram.streams != 1:
+            raise ValueError(
+                f"DecoderConfig: engram.streams={self.engram.streams}, the decoder has "
+                "1 stream"
+            )
+
     @property
     def num_periods(self) -> int:
         """How often the pattern repeats."""
@@ -278,8 +300,13 @@ class DecoderConfig:
         """The layers as `Decoder` scans them.
 
         One run of the whole pattern; or, where layers have one part and the pattern
-        comes once, as published ones do, the units that repeat inside of it.
+        comes once, as published ones do, the units that repeat inside of it. A memory
+        stands between two runs.
         """
+        if self.engram is not None:
+            cuts = sorted({0, *self.engram.places, self.num_layers})
+            pieces = (self.layer_types[a:b] for a, b in itertools.pairwise(cuts))
+            return tuple(run for piece in pieces for run in repeated_runs(piece))
         if self.single_part and self.num_periods == 1:
             return repeated_runs(self.pattern)
         return (Run(self.pattern, self.num_periods),)

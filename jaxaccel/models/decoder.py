@@ -22,6 +22,7 @@ from jaxaccel.data.batch import (
 )
 from jaxaccel.models.config import DecoderConfig, RematPolicy
 from jaxaccel.nn.attention import Attention, AttentionConfig
+from jaxaccel.nn.engram_memory import EngramMemory, Reading
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet
 from jaxaccel.nn.linear import Embed, Linear
 from jaxaccel.nn.mamba2 import Mamba2, Mamba2Config
@@ -153,6 +154,7 @@ class Decoder(nnx.Module):
       final_norm: RMSNorm.
       lm_head: Linear [D, vocab], absent where the embedding is tied.
       mtp: MTPHead, only with `num_mtp_layers`.
+      memory: EngramMemory, only with `engram`.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -169,6 +171,10 @@ class Decoder(nnx.Module):
             self.lm_head = Linear(config.d_model, config.vocab_size, **kind)
         if config.num_mtp_layers:
             self.mtp = MTPHead(config, rngs=rngs)
+        if config.engram is not None:
+            kind["implementation"] = config.implementation
+            sizes = config.vocab_size, config.d_model
+            self.memory = EngramMemory(config.engram, *sizes, **kind)
         self.config = config
 
     def __call__(
@@ -223,12 +229,15 @@ class Decoder(nnx.Module):
             )
         with jax.named_scope("embed"):
             embedded = self.embed(tokens)  # [B, T, D]
+        has_memory = self.config.engram is not None
+        memory = self.memory.read(tokens, meta, cache) if has_memory else None
         x, layer_caches, aux, states = self._run_layers(
             embedded,
             meta,
             None if cache is None else cache.layers,
             length,
             output_hidden_states,
+            memory,
         )
         with jax.named_scope("final_norm"):
             hidden = self.final_norm(x)
@@ -238,6 +247,7 @@ class Decoder(nnx.Module):
         if cache is not None:
             read = jnp.sum(meta.is_real, axis=1, dtype=jnp.int32)
             cache = DecoderCache(layers=layer_caches, length=cache.length + read)
+            cache = cache if memory is None else memory.cache(cache)
         return ModelOutput(
             logits=self.unembed(hidden),
             hidden=hidden,
@@ -297,7 +307,7 @@ class Decoder(nnx.Module):
             )
 
         pairs = zip(self.layers, self.config.positions, strict=True)
-        return DecoderCache(
+        cache = DecoderCache(
             layers=tuple(
                 stacked(block, repeats)
                 for block, (_, repeats) in pairs
@@ -305,6 +315,9 @@ class Decoder(nnx.Module):
             ),
             length=jnp.zeros((batch,), jnp.int32),
         )
+        if self.config.engram is None:
+            return cache
+        return self.memory.init_cache(cache, batch, dtype)
 
     @property
     def _mixing(self) -> list[Block]:
@@ -378,14 +391,17 @@ class Decoder(nnx.Module):
         caches: tuple[LayerCache, ...] | None,
         length: jax.Array | None,
         keep_states: bool,
+        memory: Reading | None = None,
     ):
         policy = RematPolicy.parse(self.config.remat_policy)
         mode, group = policy.mode, policy.group
         if caches is not None:
             mode, group = "save", 1  # nobody differentiates through a cache
         remaining = iter(caches or ())
-        first, new_caches, reports, states = 0, [], [], []
+        first, depth, new_caches, reports, states = 0, 0, [], [], []
         for run in self.config.runs:
+            x = x if memory is None else memory.add(depth, x)
+            depth += len(run.kinds) * run.repeats
             blocks = self.layers[first : first + len(run.kinds)]
             own_caches = tuple(
                 None if caches is None or block.mixer is None else next(remaining)
