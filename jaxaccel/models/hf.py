@@ -19,6 +19,7 @@ from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.gpt_oss import GptOssConfig
 from jaxaccel.models.hf_config import read_config
 from jaxaccel.models.names import Entry, Region, stored_shape
+from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.models.quantized import DequantizingReader, Reader
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.qwen3_next import Qwen3NextConfig
@@ -34,11 +35,14 @@ from jaxaccel.nn.router import MoEConfig
 
 _LOG = logging.getLogger(__name__)
 
-type FamilyConfig = QwenHybridConfig | GptOssConfig
+type FamilyConfig = QwenHybridConfig | GptOssConfig | NemotronHConfig
 
-FAMILIES: dict[str, type[QwenHybridConfig] | type[GptOssConfig]] = {
+FAMILIES: dict[str, type[FamilyConfig]] = {
     family.MODEL_TYPE: family
-    for family in (Qwen3NextConfig, Qwen3_5TextConfig, GptOssConfig)
+    for family in (
+        *(Qwen3NextConfig, Qwen3_5TextConfig),
+        *(GptOssConfig, NemotronHConfig),
+    )
 }
 _HEAD = "lm_head.weight"
 
@@ -64,6 +68,8 @@ def family_config(config: DecoderConfig) -> FamilyConfig:
     Raises:
       ValueError: none can; the message names what they cannot say.
     """
+    if config.single_part:
+        return NemotronHConfig.from_decoder(config)
     if not isinstance(config.mlp, MoEConfig):
         return Qwen3_5TextConfig.from_decoder(config)
     if config.gdn is None:
@@ -180,18 +186,23 @@ def checkpoint_tensors(
 def _config_of(folder: str | os.PathLike[str], reader: Reader) -> FamilyConfig:
     raw = read_config(folder)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-        embedding = reader.specs.get("model.embed_tokens.weight")
-        if embedding is not None:
-            raw = {**raw, "dtype": embedding.dtype.name}
-    config = model_config(raw)
-    if not isinstance(config, QwenHybridConfig):
-        return config
+        for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
+            if name in reader.specs:
+                raw = {**raw, "dtype": reader.specs[name].dtype.name}
     # The files decide: transformers drops the block's tensors and keeps its key, and
     # hub checkpoints of Qwen3-Next have the tensors and no key.
     found = int(any(name.startswith("mtp.") for name in reader.specs))
-    if config.num_mtp_layers and not found:
+    key = "num_nextn_predict_layers"
+    announced = bool(raw.get(key))
+    if raw.get("model_type") == NemotronHConfig.MODEL_TYPE:
+        raw = {**raw, key: max(1, raw.get(key) or 0) if found else 0}
+    config = model_config(raw)
+    if isinstance(config, QwenHybridConfig):
+        announced = bool(config.num_mtp_layers)
+        config = dataclasses.replace(config, num_mtp_layers=found)
+    if announced and not found:
         _LOG.warning("config.json announces a prediction block, %s has none", folder)
-    return dataclasses.replace(config, num_mtp_layers=found)
+    return config
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
