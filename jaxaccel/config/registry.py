@@ -72,6 +72,7 @@ _HOME = {
     "Experiment": __name__,
     "GptOssConfig": "jaxaccel.models.gpt_oss",
     "MeshConfig": "jaxaccel.core.sharding",
+    "NemotronHConfig": "jaxaccel.models.nemotron_h",
     "OptimConfig": "jaxaccel.training.config",
     "Qwen3NextConfig": "jaxaccel.models.qwen3_next",
     "Qwen3_5TextConfig": "jaxaccel.models.qwen3_5_text",
