@@ -180,7 +180,7 @@ def update_table(
     root = root[:, None] if is_rowwise else root
     rows = gather_rows(table, unique)
     moved = rows.astype(jnp.float32) - rate * mean / (root + config.eps)
-    moved = _rounded(moved, table.dtype, key)
+    moved = round_to(moved, table.dtype, key)
 
     def write(array, new, old):
         return scatter_rows(array, unique, jnp.where(moves, new, old))
@@ -202,7 +202,7 @@ def _sinkhorn(config, table, state, unique, grads, rate, key, moves):
     ahead = beta * momentum + (1.0 - beta) * dense  # Nesterov's
     update = balance(ahead, rounds=config.rounds, threshold=config.threshold)
     step = rate * config.scale * table.shape[1] ** 0.5
-    moved = _rounded(table.astype(jnp.float32) - step * update, table.dtype, key)
+    moved = round_to(table.astype(jnp.float32) - step * update, table.dtype, key)
     new_state = TableOptimState(
         count=state.count + moves.astype(jnp.int32),
         first=jnp.where(moves, momentum, state.first),
@@ -229,8 +229,17 @@ def balance(x: jax.Array, *, rounds: int = 11, threshold: float = 1e-3) -> jax.A
     return x
 
 
-def _rounded(x: jax.Array, dtype, key: jax.Array | None) -> jax.Array:
-    """f32 in the table's type; to bfloat16 up or down at random, right on average."""
+def round_to(x: jax.Array, dtype, key: jax.Array | None) -> jax.Array:
+    """f32 in the table's type; to bfloat16 up or down at random, right on average.
+
+    Args:
+      x: f32[...].
+      dtype: float32 or bfloat16.
+      key: of the randomness; float32 needs none.
+
+    Raises:
+      ValueError: bfloat16 without a key.
+    """
     if dtype == jnp.float32:
         return x
     if key is None:

@@ -31,6 +31,7 @@ from jaxaccel.training.optim import (
     learning_rate,
     move_optimizer_state,
 )
+from jaxaccel.training.table_step import TableTraining, first_state
 
 
 @jax.tree_util.register_dataclass
@@ -344,6 +345,16 @@ def make_train_step(
     Returns:
       A pure function (state, batch [B, T] of all devices) -> (state, metrics f32[]).
     """
+    tables = TableTraining.of(parts, config)
+    if tables is not None:
+        small = make_train_step(
+            tables.parts,
+            tables.optimizer(optimizer),
+            config,
+            router_bias_rate=router_bias_rate,
+            loss=tables.loss(loss),
+        )
+        return tables.around(small)
     schedule = learning_rate(config.optim, config.num_steps)
 
     def moved(state: TrainState, space: jax.memory.Space) -> TrainState:
@@ -427,9 +438,10 @@ def make_init(
 
     def init() -> TrainState:
         model_key, rng = jax.random.split(jax.random.key(config.seed))
-        params, buffers = split_model(build(model_key))
+        model = build(model_key)
+        params, buffers = split_model(model)
         full = cast_floats(params, jnp.float32)
-        opt_state = optimizer.init(full)
+        opt_state = first_state(optimizer.init(full), model, buffers)
         if config.optimizer_on_host:
             opt_state = move_optimizer_state(opt_state, jax.memory.Space.Host)
         return TrainState(
