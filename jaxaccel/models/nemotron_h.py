@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxaccel.models.config import DecoderConfig
@@ -143,7 +143,8 @@ class NemotronHConfig:
       state_dim: N of Mamba-2.
       conv_width: taps W of its short convolution.
       chunk_size: tokens C per chunk of its chunked form.
-      dt_limit: least and largest step size, in a prefill and in decoding alike.
+      dt_limit: least and largest step size, in a prefill and in decoding alike; `None`
+        for no largest one.
       dt_min, dt_max, dt_floor: of the initial step sizes, see `Mamba2Config`.
       state_dtype: of the state that a cache keeps.
       d_ff: hidden width of the layers "-".
@@ -189,7 +190,7 @@ class NemotronHConfig:
     state_dim: int
     conv_width: int = 4
     chunk_size: int = 128
-    dt_limit: tuple[float, float] = (0.0, math.inf)
+    dt_limit: tuple[float, float | None] = (0.0, None)
     dt_min: float = 1e-3
     dt_max: float = 0.1
     dt_floor: float = 1e-4
@@ -220,7 +221,7 @@ class NemotronHConfig:
     implementation: Any = None
 
     def __post_init__(self):
-        object.__setattr__(self, "dt_limit", tuple(map(float, self.dt_limit)))
+        object.__setattr__(self, "dt_limit", _open_ended(self.dt_limit))
         parsed = self.layers
         unknown = sorted({*parsed.layers, *parsed.block} - set(_SUPPORTED))
         if unknown:
@@ -337,7 +338,7 @@ class NemotronHConfig:
             **moe,
             pattern=str(pattern),
             d_ff=d_ff if "mlp" in pattern.layers + pattern.block else 0,
-            dt_limit=tuple(hf.take("time_step_limit", cls.dt_limit)),
+            dt_limit=hf.take("time_step_limit", cls.dt_limit),
             state_dtype=hf.take("mamba_ssm_cache_dtype", "float32"),
             norm_eps=float(hf.take("layer_norm_epsilon", 1e-5)),
             tie_embeddings=hf.take("tie_word_embeddings", False),
@@ -350,7 +351,6 @@ class NemotronHConfig:
     def to_hf(self) -> dict[str, Any]:
         """A config.json, as transformers 5 spells it."""
         parsed = self.layers
-        low, high = self.dt_limit
         fields = {
             "architectures": [self.ARCHITECTURE],
             "model_type": self.MODEL_TYPE,
@@ -370,7 +370,11 @@ class NemotronHConfig:
             "num_nextn_predict_layers": parsed.depth,
             "residual_in_fp32": False,
             "tie_word_embeddings": self.tie_embeddings,
-            "time_step_limit": [low, _stored_float(high)],
+            "time_step_limit": [
+                # As transformers 5 writes it: JSON has no infinity.
+                {"__float__": "Infinity"} if bound is None else bound
+                for bound in self.dt_limit
+            ],
             "use_bias": False,
             "use_conv_bias": True,
         }
@@ -398,7 +402,7 @@ class NemotronHConfig:
         Raises:
           ValueError: a size is not positive, or sizes do not fit together.
         """
-        parsed = self.layers
+        parsed, (low, high) = self.layers, self.dt_limit
         has_dense = "mlp" in parsed.layers + parsed.block
         # Where no layer reads it, any width will do.
         dense = MLPConfig(
@@ -419,7 +423,7 @@ class NemotronHConfig:
                 state_dim=self.state_dim,
                 conv_width=self.conv_width,
                 chunk_size=self.chunk_size,
-                dt_limit=self.dt_limit,
+                dt_limit=(low, math.inf if high is None else high),
                 dt_min=self.dt_min,
                 dt_max=self.dt_max,
                 dt_floor=self.dt_floor,
@@ -562,9 +566,12 @@ def _pattern_of(hf: HFConfig) -> HybridPattern:
     )
 
 
-def _stored_float(value: float) -> float | dict[str, str]:
-    """A number as transformers 5 writes it: JSON has no infinity."""
-    return {"__float__": "Infinity"} if value == math.inf else value
+def _open_ended(limit: Sequence[float | None]) -> tuple[float, float | None]:
+    """A limit with `None` for infinity, which gin files cannot spell."""
+    low, high = limit
+    if low is None:
+        raise ValueError(f"dt_limit={tuple(limit)} must begin with a number")
+    return float(low), None if high is None or high == math.inf else float(high)
 
 
 def _moe_fields(mlp: MoEConfig) -> dict[str, Any]:
