@@ -1,0 +1,407 @@
+"""Tables too large for a device: three places to keep them behind one interface.
+
+`DeviceTable` is on the device, `HostTable` in the host's memory, `MappedTable` in a
+file, with the rows that were read last in memory. `prefetch(ids)` starts a gather of
+the rows, each once; `Fetch.result` gives them on the device with the place of every
+lookup, the same bytes whichever table it was.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import threading
+import time
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxaccel.core.memory import control_group_available, gib
+
+
+_FORMAT = "row-table-1"
+_HEADER, _ROWS = "table.json", "rows.bin"
+# A gather thread is worth starting for this many rows.
+_ROWS_PER_THREAD = 16_384
+
+
+@dataclasses.dataclass(kw_only=True)
+class TableStats:
+    """What a table did so far.
+
+    Attributes:
+      fetches: calls of `prefetch`.
+      lookups: ids asked for.
+      rows: different rows of each fetch, summed.
+      bytes: of those rows.
+      cache_hits: rows that a `MappedTable` had in memory.
+      gather_seconds: spent gathering, beside the caller or not.
+      wait_seconds: spent by callers waiting for a gather to end.
+    """
+
+    fetches: int = 0
+    lookups: int = 0
+    rows: int = 0
+    bytes: int = 0
+    cache_hits: int = 0
+    gather_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class Fetch:
+    """Rows that are on their way."""
+
+    def __init__(self, future: concurrent.futures.Future, stats: TableStats):
+        """Use `prefetch`."""
+        self._future, self._stats = future, stats
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """Waits for the gather.
+
+        Returns:
+          (rows [K, d] on the device, K a power of two, zeros behind the last row;
+          slots i32, of the ids' shape: lookup i reads rows[slots[i]]).
+        """
+        began = time.perf_counter()
+        rows = self._future.result()
+        self._stats.wait_seconds += time.perf_counter() - began
+        return rows
+
+
+class TableStore(Protocol):
+    """What the tables have in common.
+
+    Attributes:
+      num_rows, width: N and d.
+      dtype: of the rows.
+      stats: what was done.
+    """
+
+    num_rows: int
+    width: int
+    dtype: np.dtype
+    stats: TableStats
+
+    def prefetch(self, ids: np.ndarray) -> Fetch: ...
+
+    def close(self) -> None: ...
+
+
+def unique_rows(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The rows of a fetch, each once.
+
+    Args:
+      ids: integers of any shape.
+      num_rows: rows of the table.
+
+    Returns:
+      (ascending rows [n], slots i32 of the ids' shape, K: n raised to a power of two,
+      so that few sizes are compiled for).
+
+    Raises:
+      ValueError: an id is no row.
+    """
+    ids = np.asarray(ids)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"ids are {ids.dtype}, expected integers")
+    outside = (ids < 0) | (ids >= num_rows)
+    if outside.any():
+        raise ValueError(
+            f"row {ids[outside].flat[0]} is outside, allowed are 0 to {num_rows - 1}"
+        )
+    unique, slots = np.unique(ids, return_inverse=True)
+    size = 1 << max(len(unique) - 1, 0).bit_length()
+    return unique, slots.reshape(ids.shape).astype(np.int32), size
+
+
+class DeviceTable:
+    """The whole table on the device; see `TableStore`."""
+
+    def __init__(self, rows: jax.Array):
+        """Takes the table [N, d]."""
+        self.num_rows, self.width = rows.shape
+        self.dtype = np.dtype(rows.dtype)
+        self.stats = TableStats()
+        self._rows = rows
+        self._gather = jax.jit(lambda rows, ids: jnp.take(rows, ids, axis=0))
+
+    def prefetch(self, ids: np.ndarray) -> Fetch:
+        """Starts the gather; the device runs it when it gets there."""
+        began = time.perf_counter()
+        unique, slots, size = unique_rows(ids, self.num_rows)
+        # Behind the last row: one that isn't there, as zeros.
+        padded = np.zeros(size, np.int32)
+        padded[: len(unique)] = unique
+        rows = self._gather(self._rows, padded)
+        is_row = jnp.arange(size, dtype=jnp.int32) < len(unique)
+        rows = jnp.where(is_row[:, None], rows, jnp.zeros((), rows.dtype))
+        _note(self.stats, ids, len(unique), self.width * self.dtype.itemsize, began)
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        future.set_result((rows, jax.device_put(slots)))
+        return Fetch(future, self.stats)
+
+    def close(self) -> None:
+        """Lets go of the table."""
+        del self._rows
+
+
+def _note(stats: TableStats, ids: Any, rows: int, row_bytes: int, began: float) -> None:
+    stats.fetches += 1
+    stats.lookups += np.size(ids)
+    stats.rows += rows
+    stats.bytes += rows * row_bytes
+    stats.gather_seconds += time.perf_counter() - began
+
+
+class _Staged:
+    """Gathers on a thread of its own into buffers that take turns.
+
+    A buffer is written again only when the copy to the device that reads it has ended:
+    a consumer that is slow holds the gather up, and never gets another step's rows.
+    """
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: DTypeLike, *, num_buffers: int = 2
+    ):
+        self.num_rows, self.width = num_rows, width
+        self.dtype = np.dtype(dtype)
+        self.stats = TableStats()
+        # One worker: fetches keep their order, and a cache has one writer.
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "table_prefetch")
+        self._buffers: list[np.ndarray | None] = [None] * num_buffers
+        self._in_flight: list[jax.Array | None] = [None] * num_buffers
+        self._turn = 0
+
+    def prefetch(self, ids: np.ndarray) -> Fetch:
+        """Starts a gather beside the caller.
+
+        Args:
+          ids: integers of any shape, rows of the table.
+
+        Returns:
+          What to ask for the rows.
+
+        Raises:
+          ValueError: an id is no row.
+        """
+        unique, slots, size = unique_rows(ids, self.num_rows)
+        return Fetch(self._worker.submit(self._fetch, unique, slots, size), self.stats)
+
+    def _fetch(self, unique: np.ndarray, slots: np.ndarray, size: int):
+        began = time.perf_counter()
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._buffers)
+        before = self._in_flight[turn]
+        if before is not None and not before.is_deleted():
+            before.block_until_ready()
+        buffer = self._buffers[turn]
+        # A device whose memory is the host's may keep the buffer instead of a copy.
+        is_kept = jax.default_backend() == "cpu"
+        if buffer is None or len(buffer) < size or is_kept:
+            buffer = self._buffers[turn] = np.empty((size, self.width), self.dtype)
+        rows = buffer[:size]
+        self._gather(unique, rows[: len(unique)])
+        rows[len(unique) :] = 0
+        on_device = jax.device_put(rows)
+        self._in_flight[turn] = on_device
+        _note(self.stats, slots, len(unique), self.width * self.dtype.itemsize, began)
+        return on_device, jax.device_put(slots)
+
+    def _gather(self, unique: np.ndarray, out: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Waits for what was started and ends the threads."""
+        self._worker.shutdown()
+
+
+class HostTable(_Staged):
+    """The whole table in the host's memory; see `TableStore`."""
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        *,
+        num_threads: int | None = None,
+        budget_bytes: int | None = None,
+    ):
+        """Takes the table.
+
+        Args:
+          rows: [N, d]; of a file if it is mapped, which is read whole.
+          num_threads: that gather; one for each processor by default.
+          budget_bytes: memory that the table may take. By default as much as it does,
+            or what the process's control group leaves a table that is still in a file.
+
+        Raises:
+          ValueError: the table is larger.
+        """
+        super().__init__(rows.shape[0], rows.shape[1], rows.dtype)
+        is_mapped = isinstance(rows, np.memmap)
+        budget = budget_bytes
+        if budget is None and is_mapped:
+            budget = control_group_available()
+        if budget is not None and rows.nbytes > budget:
+            raise ValueError(
+                f"a table of {gib(rows.nbytes)} is larger than the {gib(budget)} that "
+                "it may take of the host's memory; keep it in a file (`MappedTable`)"
+            )
+        self._rows = np.array(rows) if is_mapped else np.ascontiguousarray(rows)
+        count = os.cpu_count() or 1 if num_threads is None else num_threads
+        self._threads = concurrent.futures.ThreadPoolExecutor(count, "table_gather")
+        self._num_threads = count
+
+    def _gather(self, unique: np.ndarray, out: np.ndarray) -> None:
+        parts = min(self._num_threads, 1 + len(unique) // _ROWS_PER_THREAD)
+        cuts = [len(unique) * i // parts for i in range(parts + 1)]
+
+        def part(start: int, stop: int) -> None:
+            # The ids were checked; any other mode than "clip" gathers twice.
+            np.take(
+                self._rows,
+                unique[start:stop],
+                axis=0,
+                out=out[start:stop],
+                mode="clip",
+            )
+
+        jobs = [self._threads.submit(part, a, b) for a, b in itertools.pairwise(cuts)]
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Waits for what was started and ends the threads."""
+        super().close()
+        self._threads.shutdown()
+
+
+def save_table(
+    folder: str | os.PathLike[str], rows: np.ndarray, *, description: Any = None
+) -> None:
+    """Writes a table as a `MappedTable` reads it.
+
+    Args:
+      folder: made if it isn't there.
+      rows: [N, d] of any dtype.
+      description: JSON that says what the rows belong to, a hash layout say.
+    """
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    header = {
+        "format": _FORMAT,
+        "shape": list(rows.shape),
+        "dtype": np.dtype(rows.dtype).name,
+        "description": description,
+    }
+    with (path / _ROWS).open("wb") as file:
+        np.ascontiguousarray(rows).view(np.uint8).tofile(file)
+    # Last: a folder with a header is whole.
+    (path / _HEADER).write_text(json.dumps(header), encoding="utf-8")
+
+
+class MappedTable(_Staged):
+    """A table in a file, larger than memory may be; see `TableStore`.
+
+    Rows are read in ascending order. Those that were read last stay in memory, as many
+    as the budget holds. What a fetch returns is a copy: rows that leave the cache are
+    not taken from a step that still uses them.
+
+    Attributes:
+      description: what `save_table` was told.
+      cache_rows: rows that memory holds at most.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        budget_bytes: int,
+        description: Any = None,
+    ):
+        """Opens a table.
+
+        Args:
+          folder: of `save_table`.
+          budget_bytes: memory for cached rows.
+          description: what the rows must belong to; `None` takes any.
+
+        Raises:
+          FileNotFoundError: there is no table.
+          ValueError: the file is damaged or of something else, or the budget does not
+            hold a row.
+        """
+        path = pathlib.Path(folder)
+        header = json.loads((path / _HEADER).read_text(encoding="utf-8"))
+        if header.get("format") != _FORMAT:
+            raise ValueError(f"{path} is no table of format {_FORMAT!r}")
+        self.description = header["description"]
+        if description is not None and description != self.description:
+            raise ValueError(
+                f"the table in {path} is of {_shown(self.description)}, expected "
+                f"{_shown(description)}: every row would be a wrong one"
+            )
+        num_rows, width = header["shape"]
+        super().__init__(num_rows, width, jnp.dtype(header["dtype"]))
+        row_bytes = self.width * self.dtype.itemsize
+        size = (path / _ROWS).stat().st_size
+        if size != self.num_rows * row_bytes:
+            raise ValueError(
+                f"{path / _ROWS} has {size} bytes, {self.num_rows} rows of {row_bytes} "
+                "bytes were written: it is damaged"
+            )
+        self.cache_rows = min(budget_bytes // row_bytes, self.num_rows)
+        if self.cache_rows < 1:
+            raise ValueError(
+                f"budget_bytes={budget_bytes} must hold a row of {row_bytes} bytes"
+            )
+        raw = np.memmap(path / _ROWS, np.uint8, "r", shape=(self.num_rows, row_bytes))
+        self._mapped = raw.view(self.dtype)
+        self._cache = np.empty((self.cache_rows, self.width), self.dtype)
+        # Cached rows ascending, with their places; and when each place was used last.
+        self._ids = np.empty(0, np.int64)
+        self._places = np.empty(0, np.int64)
+        self._used = np.full(self.cache_rows, -1, np.int64)
+        self._clock = 0
+        self._lock = threading.Lock()
+
+    def _gather(self, unique: np.ndarray, out: np.ndarray) -> None:
+        with self._lock:
+            self._clock += 1
+            found = np.searchsorted(self._ids, unique)
+            inside = found < len(self._ids)
+            is_hit = np.zeros(len(unique), bool)
+            is_hit[inside] = self._ids[found[inside]] == unique[inside]
+            places = self._places[found[is_hit]]
+            out[is_hit] = self._cache[places]
+            self._used[places] = self._clock
+            missing = unique[~is_hit]
+            read = self._mapped[missing]
+            out[~is_hit] = read
+            self.stats.cache_hits += int(np.sum(is_hit))
+            self._keep(missing[: self.cache_rows], read[: self.cache_rows])
+
+    def _keep(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Puts rows where the least recently used ones are."""
+        if not len(ids):
+            return
+        count = len(ids)
+        places = np.argpartition(self._used, count - 1)[:count]
+        self._cache[places] = rows
+        self._used[places] = self._clock
+        stays = ~np.isin(self._places, places)
+        ids = np.concatenate([self._ids[stays], ids])
+        places = np.concatenate([self._places[stays], places])
+        order = np.argsort(ids)
+        self._ids, self._places = ids[order], places[order]
+
+
+def _shown(description: Any) -> str:
+    text = json.dumps(description)
+    return text if len(text) < 60 else f"{text[:57]}..."
