@@ -335,7 +335,7 @@ class Engram(nnx.Module):
       kv_proj: Linear [C d, (G + 1) D]: keys of G streams, then the shared value.
       query_norm, key_norm: gains of the norms of stream and key.
       conv_norm: gain of the norm in front of the convolution.
-      conv_kernel: f32[W, G, D]; both only with a convolution.
+      conv_kernel: f32[W, G D]; both only with a convolution.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class Engram(nnx.Module):
         self.query_norm, self.key_norm = Gain(shape), Gain(shape)
         if config.preset.has_conv:
             self.conv_norm = Gain(shape)
-            taps = (config.conv_width, *shape)
+            taps = (config.conv_width, config.streams * d_model)
             filters = jnp.zeros(taps, jnp.float32)
             if not config.preset.zero_init_conv:
                 bound = config.conv_width**-0.5
@@ -448,7 +448,8 @@ class Engram(nnx.Module):
         )
         normed = value * scale * self.conv_norm.scale[...][None, None]
         normed = normed.astype(self.dtype)
-        taps, dilation = self.conv_kernel[...], config.dilation
+        taps = self.conv_kernel[...].reshape(-1, *value.shape[2:])  # [W, G, D]
+        dilation = config.dilation
         if state is not None:
             return _cached_conv(normed, taps, dilation, state, meta)
         borders = config.boundary == "segment" and meta.ids_are_given

@@ -106,7 +106,7 @@ def in_float64(config, engram, tokens, h):
     width = config.conv_width
     for t, tap in itertools.product(range(len(x)), range(width)):
         if (source := t - (width - 1 - tap) * config.dilation) >= 0:
-            mixed[t] += weights["conv_kernel"][tap] * x[source]
+            mixed[t] += weights["conv_kernel"][tap].reshape(G, D) * x[source]
     return value + mixed / (1 + np.exp(-mixed))
 
 
