@@ -326,6 +326,16 @@ class DecoderConfig:
             first += len(run.kinds)
         return tuple(places)
 
+    @property
+    def router_places(self) -> tuple[tuple[int, int], ...]:
+        """`layer_places` of the layers with a mixture, the rows of `ModelOutput.aux`."""
+        kinds = zip(self.layer_types, self.layer_places, strict=True)
+        return tuple(
+            place
+            for kind, place in kinds
+            if isinstance(self.layer_parts(kind)[1], MoEConfig)
+        )
+
     def layer_parts(
         self, kind: str
     ) -> tuple[MixerConfig | None, MLPConfig | MoEConfig | None]:

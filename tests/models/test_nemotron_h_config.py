@@ -58,6 +58,19 @@ def test_prediction_block_of_a_file():
     assert family_config(plan) == config
 
 
+def test_places_of_layers_and_routers():
+    """Runs are "ME" twice, "M*E" once, "ME" three times."""
+    config = NemotronHConfig.tiny(pattern="MEMEM*EMEMEME").decoder()
+    runs = [("".join(k[0] for k in run.kinds), run.repeats) for run in config.runs]
+    assert runs == [("mm", 2), ("mam", 1), ("mm", 3)]
+    assert config.layer_places[:6] == ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0))
+    assert config.router_places == ((1, 0), (1, 1), (4, 0), (6, 0), (6, 1), (6, 2))
+    # A pattern that repeats is one run, and a paired layer has both parts.
+    again = dataclasses.replace(config, pattern=("mamba", "moe"), num_layers=6)
+    assert again.positions == (("mamba", 3), ("moe", 3))
+    assert again.router_places == ((1, 0), (1, 1), (1, 2))
+
+
 def test_a_block_that_is_announced_and_missing(tmp_path, caplog):
     for file in ("config.json", "model.safetensors"):
         shutil.copyfile(GOLDENS / "nemotron_h" / file, tmp_path / file)
