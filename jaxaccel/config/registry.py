@@ -69,6 +69,7 @@ class Experiment:
 _HOME = {
     "DataConfig": "jaxaccel.data.pipeline",
     "DecodeBenchConfig": "jaxaccel.decoding.waterfall",
+    "EngramConfig": "jaxaccel.nn.engram_config",
     "Experiment": __name__,
     "GptOssConfig": "jaxaccel.models.gpt_oss",
     "MeshConfig": "jaxaccel.core.sharding",
@@ -83,6 +84,7 @@ _HOME = {
     "JsonlSource": "jaxaccel.data.sources",
     "InMemorySource": "jaxaccel.data.sources",
     "TrainConfig": "jaxaccel.training.config",
+    "WithEngramConfig": "jaxaccel.models.with_engram",
 }
 
 

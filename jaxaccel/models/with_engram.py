@@ -21,6 +21,11 @@ class WithEngramConfig:
     model: Any
     engram: EngramConfig | None = dataclasses.field(default_factory=EngramConfig)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of the model's tokens."""
+        return self.model.vocab_size
+
     def decoder(self) -> DecoderConfig:
         """The model's decoder with the memory.
 
