@@ -328,7 +328,7 @@ class DecoderConfig:
 
     @property
     def router_places(self) -> tuple[tuple[int, int], ...]:
-        """`layer_places` of the layers with a mixture, the rows of `ModelOutput.aux`."""
+        """`layer_places` of layers with a mixture, the rows of `ModelOutput.aux`."""
         kinds = zip(self.layer_types, self.layer_places, strict=True)
         return tuple(
             place
