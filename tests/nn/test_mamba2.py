@@ -11,10 +11,10 @@ from flax import nnx
 from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.core.tree import split_model
 from jaxaccel.data.batch import packing_metadata
+from jaxaccel.nn import mamba2
 from jaxaccel.nn.mamba2 import Mamba2, Mamba2Config
 from jaxaccel.training.optim import decay_mask
-from pallas_kernels._common import hw
-from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.dispatch import Choice
 
 
 D, T = 12, 40
@@ -223,21 +223,18 @@ def test_initial_values_and_what_decays():
 
 def test_tables_are_those_of_the_kernels_that_run(monkeypatch):
     config = Mamba2Config(num_heads=8, head_dim=16, num_groups=2, state_dim=32)
-    module = nnx.eval_shape(
-        lambda: Mamba2(
-            config,
-            8,
-            implementation=(("causal_conv1d", "mosaic"),),
-            rngs=nnx.Rngs(0),
-        )
-    )
-    monkeypatch.setattr(hw, "is_hopper", lambda: False)
-    with interpreted():
-        (table,) = module.tables(2, 64)
-        assert table.width == 4
-        assert module.tables(2, 64, cached=True) == ()
-    plain = nnx.eval_shape(lambda: Mamba2(config, 8, rngs=nnx.Rngs(0)))
-    assert plain.tables(2, 64) == ()
+    module = nnx.eval_shape(lambda: Mamba2(config, 8, rngs=nnx.Rngs(0)))
+    assert module.tables(2, 64) == ()
+
+    def choose(x, weight, *, bias, implementation):
+        assert (x.shape, weight.shape, bias.shape) == ((2, 64, 256), (4, 256), (256,))
+        assert implementation is None
+        return Choice(op="causal_conv1d", implementation="mosaic")
+
+    monkeypatch.setattr(mamba2, "choose_conv", choose)
+    (table,) = module.tables(2, 64)
+    assert table.width == 4
+    assert module.tables(2, 64, cached=True) == ()
 
 
 @pytest.mark.parametrize(
