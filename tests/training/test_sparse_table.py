@@ -49,7 +49,7 @@ def test_plan_holds_each_row_once():
 
 def test_rows_beyond_the_capacity_are_counted():
     ids = jnp.asarray([5, 1, 1, 9, 7], jnp.int32)
-    plan = plan_rows(ids, N, capacity=2)
+    plan = jax.jit(functools.partial(plan_rows, num_rows=N, capacity=2))(ids)
     assert plan.unique.tolist() == [1, 5]
     assert plan.slots.tolist() == [1, 0, 0, 2, 2]
     assert (int(plan.count), int(plan.num_missing)) == (2, 2)

@@ -1,4 +1,4 @@
-"""Training a decoder with a memory: equal to a dense table, flat in its size."""
+"""Training a model with a memory: equal to a dense table, flat in its size."""
 
 import dataclasses
 import functools
@@ -9,36 +9,87 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_runs import Run, ragged_batch, tiny_decoder
+from flax import nnx
+from training_runs import VOCAB, Toy, ToyOutput, ragged_batch
 
+from jaxaccel.core.tree import model_parts
+from jaxaccel.data.batch import packing_metadata
 from jaxaccel.nn.engram_config import EngramConfig
+from jaxaccel.nn.engram_memory import EngramMemory
 from jaxaccel.training.config import OptimConfig, TrainConfig
-from jaxaccel.training.optim import learning_rate
-from jaxaccel.training.step import batch_totals, language_model_loss
+from jaxaccel.training.optim import learning_rate, make_optimizer
+from jaxaccel.training.step import (
+    batch_totals,
+    language_model_loss,
+    make_init,
+    make_train_step,
+)
 from jaxaccel.training.table_step import table_names
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 MEMORY = EngramConfig(
-    layers=(1, 2), heads=2, head_dim=4, bases=67, boundary="segment", seed=3
+    layers=(1, 2),
+    variant="v41",
+    index_base=1,
+    orders=(2,),
+    heads=2,
+    head_dim=4,
+    bases=67,
+    boundary="segment",
+    seed=3,
 )
 # A small norm: the clipping is at work, over rows and dense parameters together.
 OPTIM = OptimConfig(peak_lr=1e-2, warmup_steps=0, clip_norm=0.1)
 NAMES = table_names(2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Memorable:
+    engram: EngramConfig
+
+
+class ToyWithMemory(Toy):
+    """What a decoder with a memory offers to the step; compiles at once."""
+
+    def __init__(self, key, memory):
+        super().__init__(key)
+        self.config = Memorable(memory)
+        self.memory = EngramMemory(memory, VOCAB, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens, segments=None, positions=None):
+        meta = packing_metadata(tokens.shape, segment_ids=segments)
+        reading = self.memory.read(tokens, meta)
+        x = super().__call__(tokens).hidden
+        for layer in range(2):
+            x = jnp.tanh(reading.add(layer, x))
+        return ToyOutput(hidden=x)
+
+
 def config(**changes):
     return TrainConfig(num_steps=10, optim=OPTIM, **changes)
 
 
+class ToyRun:
+    """A model, its step and its first state."""
+
+    def __init__(self, memory, config, *, is_abstract=False):
+        def build(key):
+            return ToyWithMemory(key, memory)
+
+        optimizer = make_optimizer(config.optim, config.num_steps)
+        self.config, self.parts = config, model_parts(lambda: build(jax.random.key(0)))
+        step = make_train_step(self.parts, optimizer, config)
+        self.jitted = jax.jit(step, donate_argnums=0)
+        init = make_init(build, optimizer, config)
+        self.state = jax.eval_shape(init) if is_abstract else jax.jit(init)()
+
+
 @functools.cache
 def run_of(accumulation=1):
-    return Run(
-        tiny_decoder(engram=MEMORY),
-        config(accumulation=accumulation, ema_decay=0.5),
-        is_abstract=accumulation > 1,
-    )
+    setup = config(accumulation=accumulation, ema_decay=0.5)
+    return ToyRun(MEMORY, setup, is_abstract=accumulation > 1)
 
 
 def fresh():
@@ -148,10 +199,9 @@ def test_loss_falls_and_a_bad_step_changes_nothing():
 def test_no_array_but_the_state_grows_with_the_table():
     def compiled(bases):
         memory = dataclasses.replace(MEMORY, layers=(2,), bases=bases)
-        decoder = tiny_decoder(engram=memory, num_layers=2)
-        run = Run(decoder, config(), is_abstract=True)
+        run = ToyRun(memory, config(), is_abstract=True)
         lowered = run.jitted.lower(run.state, ragged_batch(2, 8))
-        num_rows = memory.layout(decoder.vocab_size).num_rows[0]
+        num_rows = memory.layout(VOCAB).num_rows[0]
         return lowered.compile(), num_rows
 
     (small, few), (large, many) = compiled(10_000), compiled(400_000)
@@ -166,8 +216,4 @@ def test_no_array_but_the_state_grows_with_the_table():
 
 def test_moments_on_the_host_are_refused():
     with pytest.raises(ValueError, match="does not work with an n-gram memory"):
-        Run(
-            tiny_decoder(engram=MEMORY),
-            config(optimizer_on_host=True),
-            is_abstract=True,
-        )
+        ToyRun(MEMORY, config(optimizer_on_host=True), is_abstract=True)
