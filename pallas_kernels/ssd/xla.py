@@ -151,8 +151,11 @@ def ssd(
 
     if groups > 1:
         # One state a group is kept for the gradient, and the group computed again.
-        group = jax.checkpoint(group, prevent_cse=False)
-    state, y = jax.lax.scan(group, state, inputs)
+        again = jax.checkpoint(group, prevent_cse=False)
+        state, y = jax.lax.scan(again, state, inputs)
+    else:
+        state, y = group(state, jax.tree.map(lambda leaf: leaf[0], inputs))
+        y = y[None]
     y = jnp.transpose(y, (2, 0, 1, 5, 3, 4, 6))
     y = y.reshape(batch, groups * config.group * config.chunk, heads, dim)
     return y[:, :time], state.reshape(initial_state.shape)
