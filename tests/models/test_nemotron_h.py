@@ -1,6 +1,8 @@
 """Tiny Nemotron-H models against transformers, from the folder to gradients."""
 
+import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +216,21 @@ def test_prediction_block(golden):
         np.argmax(logits, -1), np.argmax(golden.want["mtp.logits"], -1)
     )
     assert counts.sum() == 2 * (TIME - 1) * 3
+
+
+def test_step_limit_of_a_file(tmp_path):
+    """The floor that transformers puts under the steps of a prefill, named here."""
+    folder = GOLDENS / "nemotron_nano"
+    raw = json.loads((folder / "config.json").read_text())
+    raw["time_step_limit"] = [0.001, {"__float__": "Infinity"}]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    shutil.copyfile(folder / "model.safetensors", tmp_path / "model.safetensors")
+    graphdef, state = nnx.split(load_pretrained(tmp_path))
+    want = load_file(folder / "golden.safetensors")
+    forward = quick(lambda state, tokens: nnx.merge(graphdef, state)(tokens).logits)
+    logits = forward(state, jnp.asarray(want["input_ids"]))
+    close(logits, want["hf_clamped.logits"])
+    assert np.abs(logits - want["logits"]).max() > 0.5
 
 
 def test_saving_gives_the_same_bytes(golden, tmp_path):
