@@ -418,27 +418,41 @@ class Engram(nnx.Module):
                 f"{self.d_model}]"
             )
         with jax.named_scope("engram"):
-            rows = self.table(ids)  # [B, T, C, d]
-            e = rows.reshape(*ids.shape[:2], config.width).astype(self.dtype)
-            kv = self.kv_proj(e)
-            kv = kv.reshape(*ids.shape[:2], config.streams + 1, self.d_model)
-            gate = engram_gate(
-                h,
-                kv[:, :, :-1],
-                self.query_norm.scale[...],
-                self.key_norm.scale[...],
-                eps=config.gate_norm_eps,
-                clamp=config.gate_clamp,
-                copies_sign=config.preset.copies_sign,
-            )
+            keys, value = self._keys_and_value(ids)
+            gate = self._gate(h, keys)
             live = meta.is_real if is_dead is None else meta.is_real & ~is_dead
-            value = gate[..., None] * kv[:, :, -1:].astype(jnp.float32)
+            value = gate[..., None] * value.astype(jnp.float32)
             value = jnp.where(live[:, :, None, None], value, 0.0)  # [B, T, G, D]
             y = value
             if config.preset.has_conv:
                 mixed, conv_state = self._convolve(value, meta, conv_state)
                 y = jnp.where(live[:, :, None, None], y + jax.nn.silu(mixed), 0.0)
         return y.astype(self.dtype).reshape(shape), conv_state
+
+    def gates(self, h: jax.Array, ids: jax.Array) -> jax.Array:
+        """How much of the memory each stream takes, f32[B, T, G]; see `__call__`."""
+        h = h[:, :, None] if h.ndim == 3 else h
+        return self._gate(h, self._keys_and_value(ids)[0])
+
+    def _keys_and_value(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """([B, T, G, D], [B, T, 1, D])."""
+        rows = self.table(ids)  # [B, T, C, d]
+        e = rows.reshape(*ids.shape[:2], self.config.width).astype(self.dtype)
+        kv = self.kv_proj(e)
+        kv = kv.reshape(*ids.shape[:2], self.config.streams + 1, self.d_model)
+        return kv[:, :, :-1], kv[:, :, -1:]
+
+    def _gate(self, h: jax.Array, keys: jax.Array) -> jax.Array:
+        config = self.config
+        return engram_gate(
+            h,
+            keys,
+            self.query_norm.scale[...],
+            self.key_norm.scale[...],
+            eps=config.gate_norm_eps,
+            clamp=config.gate_clamp,
+            copies_sign=config.preset.copies_sign,
+        )
 
     def _convolve(self, value, meta, state):
         """(f32[B, T, G, D] before the SiLU, the new state)."""

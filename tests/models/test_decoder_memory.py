@@ -1,6 +1,7 @@
 """A decoder with an n-gram memory in front of some layers."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxaccel.core.tree import model_parts, split_model
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.models.config import DecoderConfig, Run
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.with_engram import WithEngramConfig
 from jaxaccel.nn.attention import AttentionConfig
 from jaxaccel.nn.engram_config import EngramConfig
+from jaxaccel.nn.engram_stats import gate_histogram, memory_gates, silenced
 from jaxaccel.nn.mlp import MLPConfig
 
 
@@ -115,13 +118,32 @@ def test_equals_the_layers_one_by_one(model, full, tokens):
     want, got = by_hand(tokens), full(tokens, segments)
     real = np.asarray(segments) > 0
     np.testing.assert_allclose(got[real], want[real], rtol=2e-4, atol=2e-4)
+
+
+def test_a_silenced_memory_adds_exactly_nothing(model, full, tokens):
+    """The sensitivity test's two models, and where the memory's gates stand."""
+    params, buffers = split_model(model)
+    parts = model_parts(lambda: model)
+    silent: Any = parts.merge(silenced(params), buffers)
+    meta, segments = packing_metadata((2, T)), jnp.ones((2, T), jnp.int32)
+
+    @jax.jit
+    def gates_and_silence(state, tokens):
+        whole = nnx.merge(nnx.graphdef(model), state)
+        reading = silent.memory.read(tokens, meta)
+        x = silent.embed(tokens)
+        return memory_gates(whole, tokens), reading.add(1, x) - x
+
+    gates, added = gates_and_silence(nnx.state(model), tokens)
+    assert np.all(np.asarray(added) == 0)
+    assert [g.shape for g in gates] == [(2, T, 1)] * 2
+    for g in gates:
+        assert np.all((np.asarray(g) > 0) & (np.asarray(g) < 1))
+        assert np.std(np.asarray(g)) > 0.01
+        assert gate_histogram(g, np.ones((2, T), bool))[0].sum() == 2 * T
     # The memory is no decoration.
-    silent = nnx.clone(model)
-    for engram in silent.memory.layers:
-        engram.table.rows[...] = jnp.zeros_like(engram.table.rows[...])
-        engram.kv_proj.bias[...] = jnp.zeros_like(engram.kv_proj.bias[...])
-    changed = full(tokens, segments, silent)
-    assert np.abs(np.asarray(changed - got))[real].max() > 0.1
+    change = np.asarray(full(tokens, segments, silent) - full(tokens, segments))
+    assert np.abs(change).max() > 0.1
 
 
 def test_packed_documents_do_not_see_each_other(full, tokens):
