@@ -55,6 +55,7 @@ class Gate(enum.IntEnum):
 
 Order = Literal["queries_first", "queries_last", "values_first"]
 Products = Literal["together", "in_turn"]
+Grads = Literal["blocks", "ring"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,14 +75,18 @@ class Config:
         Q weighed by the decay, in 16 bits. "queries_last" does only that;
         "values_first" multiplies the values with R along with the first products,
         too.
+      grads: the kernel of the gradients that need no order: "blocks", `kernel_grads`
+        with a block for each chunk of a key head, or "ring", `kernel_grads_ring` with
+        blocks that stay.
       grads_warpgroups: of a block of `kernel_grads`, 2 or 3.
-      grads_products: "together", or "in_turn" with fewer registers: how the kernel
+      grads_products: "together", or "in_turn" with fewer registers: how `kernel_grads`
         makes the two products over pairs of tokens.
     """
 
     segments: int | None = None
     stages: int = STAGES
     order: Order = "queries_first"
+    grads: Grads = "blocks"
     grads_warpgroups: int = 2
     grads_products: Products = "in_turn"
 
@@ -91,6 +96,7 @@ class Config:
         for name, allowed in (
             ("stages", (2, 3)),
             ("order", get_args(Order)),
+            ("grads", get_args(Grads)),
             ("grads_warpgroups", (2, 3)),
             ("grads_products", get_args(Products)),
         ):

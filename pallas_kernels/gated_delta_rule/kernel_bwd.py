@@ -12,7 +12,9 @@ gradient of the state at a chunk's exit, and P, R as in `kernel_fwd`:
     dV^T = dD^T R
     dS^T = across dS^T + dO^T (scale diag(enter) Q) - (dV^T diag(enter)) K
 
-Everything else follows from dS and dV chunk by chunk, see `kernel_grads`.
+Everything else follows from dS and dV chunk by chunk, see `kernel_grads`. For
+`kernel_grads_ring` the first half writes D as well, which it has at hand, and the other
+one dY instead of dV, by leaving out the factor diag(beta) of R.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     HALF,
     STAGES,
     STATE_WARPGROUPS,
+    Config,
     Gate,
     Shapes,
 )
@@ -50,6 +53,8 @@ def gradient_pass(
     d_state: jax.Array,
     warpgroup: jax.Array,
     emit: Callable[..., None],
+    *,
+    weighed: bool = True,
 ) -> jax.Array:
     """Warpgroup that carries 64 rows of dS^T back, from the last chunk to the first.
 
@@ -59,6 +64,7 @@ def gradient_pass(
       d_state: f32[64, K], the rows after the last chunk.
       warpgroup: which rows.
       emit: called in each chunk with its index, dV^T and dS^T at exit in 16 bits.
+      weighed: whether R has its factor diag(beta); without, `emit` gets dY^T.
 
     Returns:
       The rows before the first chunk.
@@ -82,6 +88,8 @@ def gradient_pass(
         )
         dv = tc.mma((d_written.astype(shapes.dtype), ring["weights"].at[slot]))
         enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
+        if not weighed:
+            enter = enter * tc.load(gates.at[Gate.BETA], tc.PER_COLUMN)
         d_known = (-dv * tc.per_column(enter, shape)).astype(shapes.dtype)
         d_state = tc.mma((d_known, k), init=d_state)
         plgpu.commit_smem()
@@ -104,6 +112,7 @@ def _carry_gradient(
     shapes,
     scale,
     item,
+    weighed,
 ):
     def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
@@ -120,7 +129,7 @@ def _carry_gradient(
             plgpu.copy_smem_to_gmem(state_out, d_states_ref.at[item, chunk, half])
 
         d_state = tc.load_global(d_last_ref.at[item, half])
-        d_state = gradient_pass(shapes, ring, d_state, warpgroup, emit)
+        d_state = gradient_pass(shapes, ring, d_state, warpgroup, emit, weighed=weighed)
         d_initial_ref.at[item, half][...] = d_state
         plgpu.wait_smem_to_gmem(0)
 
@@ -133,6 +142,7 @@ def _carry_gradient(
         carry_state,
         reverse=True,
         weigh_queries=True,
+        weigh_writes=weighed,
     )
 
 
@@ -144,6 +154,7 @@ def _chunk_bwd_kernel(
     dv_ref,
     d_states_ref,
     d_initial_ref,
+    written_ref=None,
     *,
     ring,
     staging,
@@ -169,6 +180,7 @@ def _chunk_bwd_kernel(
             shapes=shapes,
             scale=scale,
             item=block,
+            weighed=written_ref is None,
         )
 
     @pl.when(block >= shapes.items)
@@ -184,40 +196,47 @@ def _chunk_bwd_kernel(
             staging=staging["d_states"],
             shapes=shapes,
             item=block - shapes.items,
+            written_ref=written_ref,
+            written_staging=staging["dv"],
         )
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def chunk_bwd(
     shapes: Shapes,
     scale: float,
+    config: Config,
     sources: dict[str, jax.Array],
     initial_state: jax.Array,
     d_last: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Runs the chunks in order for the states, in reverse for their gradients.
 
     Args:
       shapes: sizes of the call.
       scale: factor on the output.
+      config: launch parameters.
       sources: q, k [B T, Hk, K], v, do [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
       initial_state: f32[B Hv, V, K].
       d_last: f32[B Hv, V, K], gradient of the final state.
 
     Returns:
-      states [B Hv, T / C, V, K], dv [B T, Hv, V] and d_states like states, of v's
-      dtype: the state at the entry of each chunk, and the gradient of that at its
-      exit; d_initial f32[B Hv, V, K].
+      What the gradients of a chunk need, of v's dtype: states [B Hv, T / C, V, K]
+      and d_states, the state at the entry of each chunk, and the gradient of that at
+      its exit; dv [B T, Hv, V], or for `kernel_grads_ring` d_weighed and written, dY
+      and D. And d_initial f32[B Hv, V, K].
     """
     items, value_dim, key_dim = d_last.shape
     operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
     states = jax.ShapeDtypeStruct(
         (items, shapes.chunks, value_dim, key_dim), shapes.dtype
     )
+    values = jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype)
+    ring = config.grads == "ring"
     names = ("q", "k", "do", "inverse", "gates")
-    return launch(
+    states_out, values_out, d_states, d_initial, *written = launch(
         functools.partial(_chunk_bwd_kernel, shapes=shapes, scale=scale),
         "pk_gdn_bwd",
         sources,
@@ -225,9 +244,10 @@ def chunk_bwd(
         blocks=2 * shapes.items,
         out_type=(
             states,
-            jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype),
+            values,
             states,
             jax.ShapeDtypeStruct(d_last.shape, jnp.float32),
+            *(values,) * ring,
         ),
         scratch={
             "ring": ring_scratch(shapes, names),
@@ -235,3 +255,9 @@ def chunk_bwd(
             "states_full": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
         },
     )
+    between = {"states": states_out, "d_states": d_states}
+    if ring:
+        between |= {"d_weighed": values_out, "written": written[0]}
+    else:
+        between["dv"] = values_out
+    return between, d_initial

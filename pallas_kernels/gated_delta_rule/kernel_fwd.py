@@ -121,6 +121,7 @@ def mix(
     *,
     stages: int = STAGES,
     weigh_queries: bool = False,
+    weigh_writes: bool = True,
 ) -> None:
     """Warpgroup that makes R, and P if the ring has a place for it, of each chunk.
 
@@ -131,6 +132,7 @@ def mix(
         free. Weights may lie where the inverse does.
       stages: slots of the ring.
       weigh_queries: whether to replace Q by scale diag(enter) Q.
+      weigh_writes: whether R has its factor diag(beta).
     """
     index = tc.square_indices(CHUNK)
 
@@ -144,9 +146,11 @@ def mix(
         decay = decay_matrix(gates, index)
         if qk is not None:
             ring["scores"][slot] = (qk * decay * scale).astype(shapes.dtype)
-        beta = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
-        inverse = tc.load(ring["inverse"].at[slot]).astype(jnp.float32)
-        ring["weights"][slot] = (inverse * decay * beta).astype(shapes.dtype)
+        weights = tc.load(ring["inverse"].at[slot]).astype(jnp.float32) * decay
+        if weigh_writes:
+            beta = tc.load(gates.at[Gate.BETA], tc.PER_COLUMN)
+            weights = weights * tc.per_column(beta, SQUARE)
+        ring["weights"][slot] = weights.astype(shapes.dtype)
         if weigh_queries:
             enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW) * scale
             for start in range(0, shapes.key_dim, CHUNK):
@@ -180,8 +184,8 @@ def state_pass(
       ring: what `feed` and `mix` fill; without v, the values are zero.
       state: f32[64, K], the rows before the first chunk.
       warpgroup: which rows.
-      emit: called in each chunk with i, S^T at entry in 16 bits and O^T if there are
-        scores.
+      emit: called in each chunk with i, S^T at entry in 16 bits, D^T, and O^T if
+        there are scores.
       stages: slots of the ring.
       order: of the products, see `Config`; unless queries are first, `mix` has
         weighed them.
@@ -231,7 +235,7 @@ def state_pass(
         state, *out = tc.mma_onto(*sums)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring["free"].at[slot])
-        emit(i, entry, *out)
+        emit(i, entry, written, *out)
         return state
 
     return lax.fori_loop(0, shapes.chunks, chunk, state)
@@ -249,8 +253,8 @@ def _chunk_fwd_kernel(
         row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
 
-        def emit(i, entry, out):
-            del entry
+        def emit(i, entry, written, out):
+            del entry, written
             tokens = pl.ds(row * shapes.time + i * CHUNK, CHUNK)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             tc.store_transposed(staging.at[warpgroup], out.astype(shapes.dtype))
@@ -292,6 +296,8 @@ def write_states(
     staging: Any,
     shapes: Shapes,
     item: jax.Array,
+    written_ref: Any = None,
+    written_staging: Any = None,
 ) -> None:
     """Writes S at the entry of each chunk, in one block.
 
@@ -303,16 +309,27 @@ def write_states(
       staging: shared memory [STATE_WARPGROUPS, HALF, K].
       shapes: sizes of the call.
       item: row * Hv + value head.
+      written_ref: [B T, Hv, V] in device memory for D, `None` if nobody wants it.
+      written_staging: shared memory [STATE_WARPGROUPS, C, HALF] for it.
     """
+    row, head = tc.split_index(item, shapes.value_heads)
 
     def carry_state(warpgroup):
         half = pl.ds(warpgroup * HALF, HALF)
 
-        def emit(i, entry):
+        def emit(i, entry, written):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staging[warpgroup] = entry
+            if written_ref is not None:
+                written = written.astype(shapes.dtype)
+                tc.store_transposed(written_staging.at[warpgroup], written)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging.at[warpgroup], states_ref.at[item, i, half])
+            if written_ref is not None:
+                tokens = pl.ds(row * shapes.time + i * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(
+                    written_staging.at[warpgroup], written_ref.at[tokens, head, half]
+                )
 
         initial = tc.load_global(initial_ref.at[item, half])
         state_pass(shapes, 1.0, ring, initial, warpgroup, emit)
@@ -332,12 +349,13 @@ def start_warpgroups(
     stages: int = STAGES,
     reverse: bool = False,
     weigh_queries: bool = False,
+    weigh_writes: bool = True,
 ) -> None:
     """Gives each warpgroup of a block its part.
 
     Args:
-      shapes, scale, sources, ring, item, stages, reverse, weigh_queries: as for `feed`
-        and `mix`.
+      shapes, scale, sources, ring, item, stages, reverse, weigh_queries, weigh_writes:
+        as for `feed` and `mix`.
       carry_state: called with their index in the warpgroups that hold the state.
     """
     warpgroup = lax.axis_index("warpgroup")
@@ -350,7 +368,14 @@ def start_warpgroups(
     @pl.when(warpgroup == Warpgroup.MIX)
     def _():
         plgpu.set_max_registers(REGISTERS[Warpgroup.MIX], action="decrease")
-        mix(shapes, scale, ring, stages=stages, weigh_queries=weigh_queries)
+        mix(
+            shapes,
+            scale,
+            ring,
+            stages=stages,
+            weigh_queries=weigh_queries,
+            weigh_writes=weigh_writes,
+        )
 
     @pl.when(warpgroup < STATE_WARPGROUPS)
     def _():

@@ -243,20 +243,46 @@ def _key_space(smem, scale, columns, dq, dk):
     return dq, dk
 
 
-def _decay_gradient(smem, index, start):
-    """dg of each token, a `PER_ROW` vector."""
+def document_bounds(gates: Any) -> tuple[jax.Array, jax.Array]:
+    """Start of each token's document, `PER_COLUMN`, and of the last token's."""
+    starts = tc.load(gates.at[Gate.START], tc.PER_COLUMN).astype(jnp.int32)
+    return starts, gates[Gate.START, CHUNK - 1].astype(jnp.int32)
+
+
+def decay_gradient(
+    index: tuple[jax.Array, jax.Array],
+    bounds: tuple[jax.Array, jax.Array],
+    d_total: jax.Array,
+    at_exit: jax.Array,
+) -> jax.Array:
+    """dg of each token.
+
+    Args:
+      index: row and column index of each element of [C, C].
+      bounds: from `document_bounds`.
+      d_total: `PER_COLUMN`, gradient of the sum of decays up to each token.
+      at_exit: `PER_COLUMN`, gradient of the sum up to the chunk's exit.
+
+    Returns:
+      f32[C], `PER_ROW`.
+    """
     row, column = index
+    starts, last_start = bounds
+    later = (row <= column) & (row > tc.per_column(starts, SQUARE))
+    terms = jnp.where(later, tc.per_column(d_total, SQUARE), 0.0)
+    terms = terms + jnp.where(row > last_start, tc.per_column(at_exit, SQUARE), 0.0)
+    return jnp.sum(terms, axis=1)
+
+
+def _decay_gradient(smem, index, bounds):
+    """dg of each token, from what the warpgroups left."""
 
     def load(name: str, columns: int = 0) -> jax.Array:
         return tc.load(smem["sums"].at[SUMS[name] + columns], tc.PER_COLUMN)
 
     d_total = load("dtotal") + load("dtotal", 1) + load("rows") - load("columns")
     at_exit = load("exit") + load("exit", 1)
-    starts, last_start = start
-    later = (row <= column) & (row > tc.per_column(starts, SQUARE))
-    terms = jnp.where(later, tc.per_column(d_total, SQUARE), 0.0)
-    terms = terms + jnp.where(row > last_start, tc.per_column(at_exit, SQUARE), 0.0)
-    return jnp.sum(terms, axis=1)
+    return decay_gradient(index, bounds, d_total, at_exit)
 
 
 def _combine(smem, columns, dq, dk):
@@ -333,13 +359,12 @@ def _chunk_grads_kernel(
             sums["dq"], sums["dk"] = _key_space(
                 smem, scale, columns, sums["dq"], sums["dk"]
             )
-        start: Any = None
+        bounds: Any = None
         d_beta: Any = None
         if part.inverse:
             sums["weights"], d_beta = _inverse_gradient(smem, index, sums["weights"])
         if part.pairs:
-            starts = tc.load(gates.at[Gate.START], tc.PER_COLUMN).astype(jnp.int32)
-            start = starts, gates[Gate.START, CHUNK - 1].astype(jnp.int32)
+            bounds = document_bounds(gates)
         _meet(smem["met"])
         if part.columns == 0:
 
@@ -349,7 +374,7 @@ def _chunk_grads_kernel(
 
         item = head_of(member)[1]
         if part.pairs:
-            dg = _decay_gradient(smem, index, start)
+            dg = _decay_gradient(smem, index, bounds)
             outputs["dg"].at[item, inside][...] = dg
         if part.inverse:
             d_beta = d_beta + tc.load(smem["sums"].at[SUMS["dbeta"]], tc.PER_ROW)

@@ -1,7 +1,8 @@
 """The gated delta rule through Mosaic GPU kernels, with their gradient.
 
 Forward: `kernel_inverse` then `kernel_fwd`. Backward: `kernel_bwd` computes the states
-at chunk entries again and runs the chunks in reverse, `kernel_grads` does the rest.
+at chunk entries again and runs the chunks in reverse, `kernel_grads` or
+`kernel_grads_ring` does the rest.
 Saved between the two are the inputs, the inverses and the decay factors; a
 `jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates".
 
@@ -39,6 +40,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
 from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd
 from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
 from pallas_kernels.gated_delta_rule.kernel_grads import chunk_grads
+from pallas_kernels.gated_delta_rule.kernel_grads_ring import chunk_grads_ring
 from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E, prepare
 
 
@@ -170,17 +172,18 @@ def _rule_backward(
         through,
         _flat(d_last),
     )
-    states, dv, d_states, d_entries = chunk_bwd(
-        shapes, scale, sources, entries, d_exits
-    )
-    between = {"dv": dv, "states": states, "d_states": d_states}
-    grads = chunk_grads(shapes, scale, config, sources | between)
+    between, d_entries = chunk_bwd(shapes, scale, config, sources, entries, d_exits)
+    if config.grads == "ring":
+        del sources["inverse"]
+        grads = chunk_grads_ring(shapes, scale, sources | between)
+    else:
+        grads = chunk_grads(shapes, scale, config, sources | between) | between
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
     return (
         grads["dq"].reshape(q.shape),
         grads["dk"].reshape(k.shape),
-        dv.reshape(v.shape),
+        grads["dv"].reshape(v.shape),
         dg,
         _by_token(shapes, grads["dbeta"]),
         None,

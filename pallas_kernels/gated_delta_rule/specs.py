@@ -202,6 +202,7 @@ VARIANTS: dict[str, Config] = {
     "queries_last3": Config(order="queries_last", stages=3),
     "values_first": Config(order="values_first"),
     "values_first3": Config(order="values_first", stages=3),
+    "grads_ring": Config(grads="ring"),
     "grads_together": Config(grads_products="together"),
     "grads3": Config(grads_warpgroups=3),
     "grads3_together": Config(grads_warpgroups=3, grads_products="together"),
