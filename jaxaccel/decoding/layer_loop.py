@@ -8,7 +8,7 @@ donated, nothing is copied. The values are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +63,37 @@ def scan_layers(
       x: [B, T, D], embedded tokens.
       caches: as in `DecoderCache.layers`.
       layer: what a layer does with x and its part of the cache, a `KVCacheOfLayer` or
-        a `RecurrentCacheOfLayer`; it may return `None` for a part that stays.
+        a `RecurrentCacheOfLayer`, `None` in a layer without a mixer; it may return
+        `None` for a part that stays.
 
     Returns:
-      x, the caches, and what `layer` kept: one value per position of the pattern, its
-      arrays with a leading [num_periods] axis.
+      x, the caches, and what `layer` kept: one value per position with a mixer, its
+      arrays with a leading axis of the layers there.
     """
-    parts = [nnx.split(block) for block in model.layers]
+    first, remaining = 0, iter(caches)
+    after, kept = [], []
+    for run in model.config.runs:
+        blocks = model.layers[first : first + len(run.kinds)]
+        own = tuple(
+            None if block.mixer is None else next(remaining) for block in blocks
+        )
+        x, own, keep = _scan_run(blocks, run.repeats, x, own, layer)
+        mixing = [i for i, block in enumerate(blocks) if block.mixer is not None]
+        after += [own[i] for i in mixing]
+        kept += [keep[i] for i in mixing]
+        first += len(run.kinds)
+    return x, tuple(after), tuple(kept)
+
+
+def _scan_run(
+    blocks: Sequence[Any],
+    repeats: int,
+    x: jax.Array,
+    caches: tuple[LayerCache | None, ...],
+    layer: LayerFn,
+) -> tuple[jax.Array, tuple[LayerCache | None, ...], tuple[Any, ...]]:
+    """`scan_layers` of one run of layers."""
+    parts = [nnx.split(block) for block in blocks]
 
     def period(carry, sliced):
         x, caches = carry
@@ -77,14 +101,14 @@ def scan_layers(
         after, kept = [], []
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
             block = nnx.merge(graphdef, state)
-            x, part, keep = layer(block, x, layer_part(cache, index))
+            part = None if cache is None else layer_part(cache, index)
+            x, part, keep = layer(block, x, part)
             after.append(put_part(cache, part))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)
 
-    periods = jnp.arange(model.config.num_periods)
     states = tuple(state for _, state in parts)
-    (x, caches), kept = jax.lax.scan(period, (x, caches), (periods, states))
+    (x, caches), kept = jax.lax.scan(period, (x, caches), (jnp.arange(repeats), states))
     return x, caches, kept
 
 
@@ -95,6 +119,6 @@ def layer_part(cache: LayerCache, index: jax.Array) -> Any:
     return RecurrentCacheOfLayer(stacked=cache, index=index)
 
 
-def put_part(cache: LayerCache, part: Any) -> Any:
+def put_part(cache: LayerCache | None, part: Any) -> Any:
     """The cache of a position after a layer's part of it; `None` leaves it as it is."""
     return cache if part is None else part.stacked

@@ -30,8 +30,8 @@ class PendingTokens:
     Attributes:
       layers: the layers' caches: attention's with the tokens in them, all others as
         they were.
-      mixers: what Gated DeltaNet layers would write, one per position of the pattern,
-        arrays with a leading [num_periods] axis; `None` for attention.
+      mixers: what recurrent layers would write, one per position with a mixer, arrays
+        with a leading axis of the layers there; `None` for attention.
       length: i32[B], tokens read before.
     """
 
@@ -60,10 +60,17 @@ def verify(
     meta = packing_metadata((batch, time), segment_ids=segments, cached_length=length)
 
     def layer(block: Any, x: jax.Array, part: Any):
-        mixed, pending = block.mixer.verify(block.mixer_norm(x), meta, part, length)
-        x = x + mixed
-        h = block.mlp_norm(x)
-        x = x + (block.mlp(h, meta)[0] if isinstance(block.mlp, MoE) else block.mlp(h))
+        pending = None
+        if block.mixer is not None:
+            h = block.mixer_norm(x)
+            mixed, pending = block.mixer.verify(h, meta, part, length)
+            x = x + mixed
+        if block.mlp is not None:
+            h = block.mlp_norm(x)
+            is_moe = isinstance(block.mlp, MoE)
+            x = x + (block.mlp(h, meta)[0] if is_moe else block.mlp(h))
+        if pending is None:
+            return x, None, None
         if isinstance(pending, PendingAttention):
             return x, pending.cache, None
         # The state is read again to commit: it stays, and is not kept a second time.
@@ -86,9 +93,8 @@ def commit(model: Any, pending: PendingTokens, accepted: jax.Array) -> DecoderCa
       The cache as if the others had never been read.
     """
     layers = []
-    for block, cache, kept in zip(
-        model.layers, pending.layers, pending.mixers, strict=True
-    ):
+    mixing = [block for block in model.layers if block.mixer is not None]
+    for block, cache, kept in zip(mixing, pending.layers, pending.mixers, strict=True):
         if kept is None:
             layers.append(_commit_attention(block, cache, pending.length, accepted))
         else:

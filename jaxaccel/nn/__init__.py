@@ -8,6 +8,7 @@ _HOME = {
     "GatedDeltaNet": "jaxaccel.nn.gated_deltanet",
     "LatentMoE": "jaxaccel.nn.latent_moe",
     "MLP": "jaxaccel.nn.mlp",
+    "Mamba2": "jaxaccel.nn.mamba2",
     "MoE": "jaxaccel.nn.moe",
     "RMSNorm": "jaxaccel.nn.norm",
 }

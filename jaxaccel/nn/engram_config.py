@@ -58,6 +58,8 @@ class EngramConfig:
       bases: rows per head at least, one number or one for each order.
       pad_id: raw id of padding; its class stands where nothing can be looked back at.
       seed: of the hash.
+      compress: hash classes of tokens, those of the run's tokenizer; the fields below
+        say which, and `models.with_engram.with_tokenizer` sets them.
       compressed_size: V', number of token classes; `None` hashes the ids themselves.
       pad_class: class of `pad_id`, needed with `compressed_size`.
       vocabulary: fingerprint of the map to classes; `with_vocabulary` sets all three.
@@ -86,6 +88,7 @@ class EngramConfig:
     bases: int | tuple[int, ...] = 646_400
     pad_id: int = 2
     seed: int = 0
+    compress: bool = False
     compressed_size: int | None = None
     pad_class: int | None = None
     vocabulary: str | None = None
@@ -202,7 +205,15 @@ class EngramConfig:
 
         Returns:
           The layout.
+
+        Raises:
+          ValueError: `compress` is set, and no tokenizer's classes are.
         """
+        if self.compress and self.compressed_size is None:
+            raise ValueError(
+                "EngramConfig: compress=True needs the classes of a tokenizer, see "
+                "`with_vocabulary`; compressed_size is None"
+            )
         return _layout(self, vocab_size)
 
 

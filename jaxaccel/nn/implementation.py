@@ -15,6 +15,7 @@ OPS = (
     "grouped_matmul",
     "rms_norm",
     "sort_dispatch",
+    "ssd",
 )
 _ALLOWED = ("reference", "xla", "mosaic")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -106,6 +106,8 @@ class BatchSums:
 
 Loss = Callable[..., tuple[jax.Array, BatchSums]]
 Metrics = dict[str, jax.Array]
+# Of each row of `BatchSums.counts`: position in `Decoder.layers`, and row there.
+Places = Sequence[tuple[int, int]]
 
 
 def second_next(batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
@@ -227,7 +229,10 @@ def _micro_batches(batch: PackedBatch, accumulation: int) -> PackedBatch:
 
 
 def update_router_biases(
-    buffers: Mapping[str, jax.Array], sums: BatchSums, rate: float
+    buffers: Mapping[str, jax.Array],
+    sums: BatchSums,
+    rate: float,
+    places: Places = (),
 ) -> dict[str, jax.Array]:
     """Loss-free balancing, b += rate * sign(mean(c) - c) (arXiv 2408.15664).
 
@@ -236,6 +241,8 @@ def update_router_biases(
         "mtp/block/mlp/router/bias" is f32[E].
       sums: counts of the whole batch, over all devices and micro-batches.
       rate: size of the change.
+      places: `DecoderConfig.router_places`; empty where every position of the pattern
+        has a router and layers come period by period.
 
     Returns:
       The buffers with their new biases.
@@ -246,12 +253,18 @@ def update_router_biases(
         excess = load - jnp.mean(load, axis=-1, keepdims=True)
         return bias - rate * jnp.sign(excess)
 
-    counts = _router_counts(buffers, sums, "router/bias")
+    counts = _router_counts(buffers, sums, "router/bias", places)
     return {**buffers, **{n: moved(buffers[n], c) for n, c in counts.items()}}
 
 
+def _router_places(parts: ModelParts) -> Places:
+    """Where a model's routers are; empty for one that is no `Decoder`."""
+    model: Any = nnx.merge(parts.graphdef, parts.params, parts.buffers)
+    return getattr(getattr(model, "config", None), "router_places", ())
+
+
 def _router_counts(
-    buffers: Mapping[str, jax.Array], sums: BatchSums, ending: str
+    buffers: Mapping[str, jax.Array], sums: BatchSums, ending: str, places: Places
 ) -> dict[str, jax.Array]:
     """The counts behind each buffer whose name ends so, i32[P, E] or i32[E]."""
     found = {}
@@ -259,9 +272,18 @@ def _router_counts(
     stacked = [name for name in names if num_stacked_axes(name)]
     if stacked and sums.counts is not None:
         stacked.sort(key=lambda name: int(name.split("/")[1]))
+        count = len(stacked)
         # Layers come period by period, so positions alternate within a period.
-        counts = sums.counts.reshape(-1, len(stacked), sums.counts.shape[-1])
-        found = {name: counts[:, place] for place, name in enumerate(stacked)}
+        rows = [
+            int(stacked[layer % count].split("/")[1])
+            if not places
+            else places[layer][0]
+            for layer in range(sums.counts.shape[0])
+        ]
+        for name in stacked:
+            position = int(name.split("/")[1])
+            of_name = [row for row, place in enumerate(rows) if place == position]
+            found[name] = sums.counts[jnp.asarray(of_name)]  # [P, E]
     for name in names:
         if name not in stacked and sums.mtp_counts is not None:
             found[name] = sums.mtp_counts
@@ -271,6 +293,7 @@ def _router_counts(
 def _gradients(parts, config, loss, state, batch, rng):
     """f32 gradients and sums of a whole batch, micro-batch by micro-batch."""
     totals = batch_totals(batch)
+    places = _router_places(parts)
 
     def part(params, batch, rng, buffers):
         model = parts.merge(params, buffers)
@@ -289,7 +312,7 @@ def _gradients(parts, config, loss, state, batch, rng):
 
     def accumulate(carry, xs):
         # Routers whose loss looks at the whole batch see what came before.
-        loads = _router_counts(state.buffers, carry[1], "router/load")
+        loads = _router_counts(state.buffers, carry[1], "router/load", places)
         batch, rng = xs
         new = gradient(batch, rng, {**state.buffers, **loads})
         return jax.tree.map(jnp.add, carry, new), None
@@ -356,6 +379,7 @@ def make_train_step(
         )
         return tables.around(small)
     schedule = learning_rate(config.optim, config.num_steps)
+    places = _router_places(parts)
 
     def moved(state: TrainState, space: jax.memory.Space) -> TrainState:
         if not config.optimizer_on_host:
@@ -381,7 +405,7 @@ def make_train_step(
             opt_state=opt_state,
             rng=next_rng,
             ema=ema,
-            buffers=update_router_biases(state.buffers, sums, router_bias_rate),
+            buffers=update_router_biases(state.buffers, sums, router_bias_rate, places),
             finite=state.finite,
         )
         finite = state.finite & jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
