@@ -1,7 +1,8 @@
-"""Tables too large for a device: three places to keep them behind one interface.
+"""Tables too large for a device: places to keep them behind one interface.
 
 `DeviceTable` is on the device, `HostTable` in the host's memory, `MappedTable` in a
-file, with the rows that were read last in memory. `prefetch(ids)` starts a gather of
+file, with the rows that were read last in memory; `HotRows` keeps the most frequent
+rows of one of the latter on the device. `prefetch(ids)` starts a gather of
 the rows, each once; `Fetch.result` gives them on the device with the place of every
 lookup, the same bytes whichever table it was.
 """
@@ -400,6 +401,69 @@ class MappedTable(_Staged):
         places = np.concatenate([self._places[stays], places])
         order = np.argsort(ids)
         self._ids, self._places = ids[order], places[order]
+
+
+class HotRows:
+    """Keeps a table's most frequent rows on the device; see `TableStore`.
+
+    The set is chosen once, from counts of a text: nothing is replaced while a step
+    runs, and the same ids give the same transfers again.
+
+    Attributes:
+      stats: those of the table behind, with the lookups that the set answered among
+        `cache_hits`.
+    """
+
+    def __init__(self, store: TableStore, hot: np.ndarray):
+        """Loads the set.
+
+        Args:
+          store: the table behind.
+          hot: row numbers, as `nn.engram_stats.coverage` ranks them, say.
+
+        Raises:
+          ValueError: a row is none of the table's, or there is none.
+        """
+        self._hot = np.unique(np.asarray(hot))
+        if not len(self._hot):
+            raise ValueError("hot is empty, expected at least one row")
+        self._store = store
+        self.num_rows, self.width = store.num_rows, store.width
+        self.dtype, self.stats = store.dtype, store.stats
+        self._rows = store.prefetch(self._hot).result()[0][: len(self._hot)]
+        self._join = jax.jit(lambda hot, cold: jnp.concatenate([hot, cold]))
+
+    def prefetch(self, ids: np.ndarray) -> Fetch:
+        """Starts fetching the rows that are not in the set.
+
+        Raises:
+          ValueError: an id is no row.
+        """
+        ids = np.asarray(ids)
+        unique, slots, _ = unique_rows(ids, self.num_rows)
+        place = np.minimum(np.searchsorted(self._hot, unique), len(self._hot) - 1)
+        is_hot = self._hot[place] == unique
+        cold = len(self._hot) + np.cumsum(~is_hot) - 1
+        place = np.where(is_hot, place, cold).astype(np.int32)[slots]
+        self.stats.cache_hits += int(np.sum(is_hot[slots]))
+        return _Joined(self, self._store.prefetch(unique[~is_hot]), place)
+
+    def close(self) -> None:
+        """Closes the table behind."""
+        self._store.close()
+
+
+class _Joined(Fetch):
+    """Hot rows in front of the fetched ones."""
+
+    def __init__(self, table: HotRows, fetch: Fetch, slots: np.ndarray):
+        self._table, self._fetch, self._slots = table, fetch, slots
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """See `Fetch.result`; K is not a power of two."""
+        cold, _ = self._fetch.result()
+        joined = self._table._join(self._table._rows, cold)
+        return joined, jax.device_put(self._slots)
 
 
 def _shown(description: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 from jaxaccel.core.host_table import (
     DeviceTable,
     HostTable,
+    HotRows,
     MappedTable,
     save_table,
     unique_rows,
@@ -91,6 +92,25 @@ def test_cache_keeps_what_was_read_last(stores):
     assert mapped.stats.cache_hits == 12
     np.testing.assert_array_equal(looked_up(mapped.prefetch([6, 25])), rows[[6, 25]])
     assert mapped.stats.cache_hits == 13
+
+
+def test_hot_rows_come_from_the_device(stores):
+    rows, (_, host, mapped) = stores()
+    for store in (host, mapped):
+        hot = HotRows(store, np.array([9, 2, 63, 2]))
+        assert store.stats.rows == 3
+        for ids in ([[2, 9], [5, 63]], [[9, 9], [2, 2]], [[5, 6], [5, 8]]):
+            np.testing.assert_array_equal(
+                looked_up(hot.prefetch(np.array(ids))), rows[ids]
+            )
+        # Only rows outside of the set were fetched: 5, none, and 5, 6, 8.
+        assert store.stats.rows == 3 + 1 + 0 + 3
+        assert hot.stats is store.stats
+        with pytest.raises(ValueError, match="row 64 is outside"):
+            hot.prefetch(np.array([64]))
+    assert host.stats.cache_hits == 3 + 4
+    with pytest.raises(ValueError, match="hot is empty"):
+        HotRows(host, np.array([], int))
 
 
 def test_a_later_prefetch_takes_no_rows_from_a_running_step(stores):
