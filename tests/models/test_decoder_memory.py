@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest.mock import ANY
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from flax import nnx
 
 from jaxaccel.core.tree import model_parts, split_model
 from jaxaccel.data.batch import packing_metadata
+from jaxaccel.data.tokenizer import ByteTokenizer
 from jaxaccel.models.config import DecoderConfig, Run
 from jaxaccel.models.decoder import Decoder
-from jaxaccel.models.with_engram import WithEngramConfig
+from jaxaccel.models.with_engram import WithEngramConfig, with_tokenizer
 from jaxaccel.nn.attention import AttentionConfig
+from jaxaccel.nn.engram import NGramHash
 from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.engram_stats import gate_histogram, memory_gates, silenced
 from jaxaccel.nn.mlp import MLPConfig
@@ -196,3 +199,22 @@ def test_configs_that_cannot_be():
         WithEngramConfig(model=Model(), engram=EngramConfig(layers=(7,))).decoder()
     with pytest.raises(ValueError, match="the decoder has 1 stream"):
         dataclasses.replace(PLAIN, engram=dataclasses.replace(MEMORY, streams=4))
+
+
+def test_a_tokenizers_classes_are_hashed():
+    compressing = dataclasses.replace(MEMORY, compress=True)
+    unset = dataclasses.replace(PLAIN, vocab_size=260, engram=compressing)
+    with pytest.raises(ValueError, match="needs the classes of a tokenizer"):
+        nnx.eval_shape(lambda: Decoder(unset, rngs=nnx.Rngs(0)))
+    config, vocabulary = with_tokenizer(unset, ByteTokenizer())
+    ngrams = NGramHash(config.engram, config.vocab_size)
+    ngrams.set_vocabulary(vocabulary)
+    meta = packing_metadata((1, 3))
+    ids = [
+        ngrams(jnp.asarray([list(text)], jnp.int32), meta)[0]
+        for text in (b"The", b"tHE", b"tho")
+    ]
+    np.testing.assert_array_equal(ids[0], ids[1])
+    assert np.any(np.asarray(ids[0] != ids[2]))
+    assert with_tokenizer(config, ByteTokenizer()) == (config, ANY)
+    assert with_tokenizer(PLAIN, ByteTokenizer()) == (PLAIN, None)
