@@ -120,15 +120,26 @@ class Reading:
             self._ids, self._history = memory.ngrams(tokens, meta, history)
         self._conv: list[jax.Array] = []
 
-    def add(self, layer: int, x: jax.Array) -> jax.Array:
-        """The input [B, T, D] of a layer, counted from 0, with what is remembered."""
+    def add(self, layer: int, x: jax.Array, *, remat: bool = False) -> jax.Array:
+        """The input of a layer with what is remembered.
+
+        Args:
+          layer: counted from 0.
+          x: [B, T, D].
+          remat: keep nothing for the backward pass but x, as layers do that are
+            rematerialised.
+
+        Returns:
+          [B, T, D]; x itself in front of a layer without a memory.
+        """
         places = self._memory.config.places
         if layer not in places:
             return x
         index, conv = places.index(layer), None
         if self._state is not None and self._state.conv:
             conv = self._state.conv[index]
-        engram = self._memory.layers[index]
+        engram: Any = self._memory.layers[index]
+        engram = jax.checkpoint(engram) if remat else engram
         y, conv = engram(x, self._ids[:, :, index], self._meta, conv)
         if conv is not None:
             self._conv.append(conv)

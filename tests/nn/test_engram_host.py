@@ -97,6 +97,25 @@ def test_output_is_bit_for_bit_that_of_tables_on_the_device(model, host):
     assert hasattr(model.memory.layers[0].table, "rows")
 
 
+def test_rematerialised_gradients_are_the_same(model):
+    tokens, _ = text()
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    x = jnp.ones((2, T, D))
+
+    def loss(params, x, remat):
+        memory = nnx.merge(graphdef, params, rest).memory
+        reading = memory.read(jnp.asarray(tokens), packing_metadata((2, T)))
+        return jnp.sum(jnp.sin(reading.add(0, x, remat=remat)))
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    kept, again = gradient(params, x, False), gradient(params, x, True)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert max(float(jnp.abs(a).max()) for a in jax.tree.leaves(kept)) > 0.01
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss), static_argnums=2)(params, x, True))
+    assert "remat" in jaxpr or "checkpoint" in jaxpr
+
+
 def test_what_does_not_belong_together_is_refused(host):
     stores = host._stores
     with pytest.raises(ValueError, match="every row number would be wrong"):
