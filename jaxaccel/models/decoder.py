@@ -400,7 +400,8 @@ class Decoder(nnx.Module):
         remaining = iter(caches or ())
         first, depth, new_caches, reports, states = 0, 0, [], [], []
         for run in self.config.runs:
-            x = x if memory is None else memory.add(depth, x)
+            if memory is not None:
+                x = memory.add(depth, x, remat=mode != "save")
             depth += len(run.kinds) * run.repeats
             blocks = self.layers[first : first + len(run.kinds)]
             own_caches = tuple(
