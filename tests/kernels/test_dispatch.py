@@ -83,7 +83,7 @@ def test_register_requests_that_would_hang_the_card_are_refused():
         with pytest.raises(ValueError, match="= 520 registers"):
             hw.check_registers([32, 104, 192, 192])
         hw.check_registers([160, 160, 184])
-        with pytest.raises(ValueError, match="= 512 registers.*block of 3 has 504"):
+        with pytest.raises(ValueError, match=r"= 512 registers.*block of 3 has 504"):
             hw.check_registers([160, 160, 192])
         with pytest.raises(ValueError, match="250"):
             hw.check_registers([250])

@@ -10,6 +10,7 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from running import jit
 
 from pallas_kernels import gated_delta_rule
 from pallas_kernels._common import hw
@@ -227,7 +228,7 @@ def test_chunks_are_inverted_whatever_the_keys():
         return jnp.swapaxes(x, 1, 2)[:, 0]
 
     with interpreted():
-        inverse, gates = jax.jit(
+        inverse, gates = jit(
             functools.partial(kernel_inverse.prepare, shapes_of(args))
         )(
             flat(k),
@@ -260,7 +261,7 @@ def test_states_and_their_gradients_run_through_the_chunks(documents):
     do, d_last = cotangents(args)
     inputs = sources(args, is_first, do=flat(do))
     with interpreted():
-        between, d_initial = jax.jit(
+        between, d_initial = jit(
             functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE, Config())
         )(inputs, flat(args[5]), flat(d_last))
     states, dv, d_states = (between[x] for x in ("states", "dv", "d_states"))
@@ -291,7 +292,7 @@ def test_all_gradients_are_those_of_the_recurrence(forgetful, config):
     saved = (*args[:4], inverse, gates, flat(args[5]), None)
     backward = functools.partial(mosaic._rule_backward, shapes_of(args), SCALE, config)
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        *grads, none, d_initial = jax.jit(backward)(saved, cotangents(args))
+        *grads, none, d_initial = jit(backward)(saved, cotangents(args))
     assert none is None  # for the document starts
     assert_all_close((*grads, d_initial), want[2:], NAMES[2:])
     # The second value head's gates alone: its gradients are the smaller ones.
@@ -336,9 +337,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
         moved[i] = moved[i].at[1, CHUNK:].set(0)
     is_first = first(2, 2 * CHUNK, (0, CHUNK), (1, 0))
     with interpreted():
-        o, state = jax.jit(rule, static_argnums=2)(
-            (*moved, args[5]), is_first, "mosaic"
-        )
+        o, state = jit(rule, static_argnums=2)((*moved, args[5]), is_first, "mosaic")
     np.testing.assert_array_equal(o[0, CHUNK:], o[1, :CHUNK])
     np.testing.assert_array_equal(state[0], state[1])
 
@@ -366,7 +365,7 @@ def test_segments_side_by_side_are_the_recurrence():
         # The interpreter runs one kernel at a time, so forward and backward apart.
         out, pullback = jax.vjp(jax.jit(run), *args)
         jax.block_until_ready(out)
-        grads = jax.jit(lambda pullback, *d: pullback(d))(pullback, do, d_state)
+        grads = jit(lambda pullback, *d: pullback(d))(pullback, do, d_state)
     want = with_gradients(exact(args), is_first, "reference")
     assert_all_close((*out, *grads), want)
 
@@ -390,7 +389,7 @@ def test_rows_are_summarised_for_other_devices(monkeypatch):
         return through, written, entry
 
     with interpreted():
-        got = jax.jit(passes, static_argnums=6)(*args[:5], do, "mosaic")
+        got = jit(passes, static_argnums=6)(*args[:5], do, "mosaic")
     want = passes(*exact(args[:5]), do.astype(jnp.float32), "xla")
     for a, b, name in zip(got, want, ("through", "written", "entry"), strict=True):
         assert_close(a, b, rel=5e-3, block_rel=np.inf, name=name)
@@ -421,7 +420,7 @@ def test_kernels_lower_for_the_card(group, config):
     args = jax.eval_shape(lambda: arguments(batch=2, time=3 * CHUNK, group=group))
     with hw.assume():
         lowered = (
-            jax.jit(lambda *args: rule(args, None, "mosaic", config))
+            jit(lambda *args: rule(args, None, "mosaic", config))
             .trace(*args)
             .lower(lowering_platforms=("cuda",))
         )
@@ -470,7 +469,7 @@ def test_gradient_kernels_lower_for_the_card(kernel):
         more = {"dv": values, "states": states, "d_states": states}
         operands = (inputs | more,)
     with hw.assume():
-        traced = jax.jit(fn).trace(*operands)
+        traced = jit(fn).trace(*operands)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert f"pk_gdn_{kernel}" in text
 
@@ -484,7 +483,7 @@ def test_layers_of_equal_sizes_share_their_kernels():
         return jnp.sum(v.astype(jnp.float32))
 
     with hw.assume():
-        traced = jax.jit(jax.grad(three_layers, argnums=range(6))).trace(*args)
+        traced = jit(jax.grad(three_layers, argnums=range(6))).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # Forward and backward of three layers: one kernel each, called from everywhere.
     for name in ("prepare", "chunk_fwd", "chunk_bwd", "chunk_grads"):
@@ -557,7 +556,7 @@ def test_long_rows_on_the_card():
 def test_variants_of_the_forward_on_the_card(order):
     args = model_arguments(1, 1000)
     is_first = first(1, 1000, (0, 130), (0, 192))
-    run = jax.jit(
+    run = jit(
         lambda args, config: rule(args, is_first, "mosaic", config), static_argnums=1
     )
     got = run(args, Config(order=order))
