@@ -148,14 +148,15 @@ def test_gate_equals_float64_with_its_gradient():
     got = jax.jit(functools.partial(both, engram_gate))(h, k, *scales)
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in (h, k, *scales)]
-        want = both(plain, *exact)
+        want = jax.jit(functools.partial(both, plain))(*exact)
     np.testing.assert_allclose(got[0], np.asarray(want[0]), rtol=1e-5, atol=1e-6)
     for a, b in zip(got[1:], want[1:], strict=True):
         b = np.asarray(b)
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
     assert got[0][0, 0].tolist() == [0.5, 0.5]
-    zero = engram_gate(h, k, *scales, copies_sign=True)[0, 0]
+    signed = jax.jit(functools.partial(engram_gate, copies_sign=True))
+    zero = signed(h, k, *scales)[0, 0]
     np.testing.assert_allclose(np.abs(np.asarray(zero) - 0.5), 2.5e-4, rtol=1e-3)
 
 
@@ -238,7 +239,7 @@ def test_packed_equals_separate_bit_for_bit(made):
     assert np.abs(np.asarray(joined - packed))[0, 5].max() > 0
 
 
-@pytest.mark.parametrize("variant", ["paper", "v41", "qwen"])
+@pytest.mark.parametrize("variant", ["paper", "qwen"])
 def test_any_cutting_into_calls_gives_the_same(variant, made):
     config = config_of(variant)
     parts = made(config)
@@ -301,11 +302,12 @@ def test_unknown_tokens_and_maps_are_never_silent(made):
 
     config = config_of("v41").with_vocabulary(vocabulary(0))
     assert config.layout(VOCAB).pad_id == 1
-    ngrams, meta = NGramHash(config, VOCAB), packing_metadata((1, T))
-    assert np.all(np.asarray(ngrams(tokens, meta)[0]) == 2**31 - 1)
+    ngrams = NGramHash(config, VOCAB)
+    hashed = jax.jit(lambda ngrams: ngrams(tokens, packing_metadata((1, T)))[0])
+    assert np.all(np.asarray(hashed(ngrams)) == 2**31 - 1)
     ngrams.set_vocabulary(vocabulary(0))
     want, _ = hash_on_host(np.asarray(tokens) // 2, config.layout(VOCAB))
-    np.testing.assert_array_equal(ngrams(tokens, meta)[0], want)
+    np.testing.assert_array_equal(hashed(ngrams), want)
     with pytest.raises(ValueError, match="every row number would be wrong"):
         ngrams.set_vocabulary(vocabulary(1))
     with pytest.raises(ValueError, match="every row number would be wrong"):
@@ -316,13 +318,13 @@ def test_gathered_rows_take_the_tables_place(made):
     ngrams, engram = made(config_of("paper"))
     tokens, h = inputs()
     ids = np.asarray(ngrams(tokens, packing_metadata(tokens.shape))[0][:, :, 0])
-    want, _ = forward((ngrams, engram), tokens, h)
+    run = jax.jit(lambda engram: forward((ngrams, engram), tokens, h)[0])
+    want = run(engram)
     unique, slots = np.unique(ids, return_inverse=True)
     twin = nnx.clone(engram)
     rows = engram.table.rows[...][unique]
     twin.table = GatheredRows(rows, jnp.asarray(slots.reshape(ids.shape), jnp.int32))
-    got, _ = forward((ngrams, twin), tokens, h)
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(run(twin), want)
     with pytest.raises(ValueError, match="this call has"):
         forward((ngrams, twin), tokens[:, :5], h[:, :5])
 
