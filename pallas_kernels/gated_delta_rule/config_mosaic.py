@@ -60,7 +60,7 @@ Grads = Literal["blocks", "ring"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Launch parameters. Results depend on `segments` and `order` in their rounding.
+    """Launch parameters. Results depend on those but `stages` in their rounding.
 
     Attributes:
       segments: stretches of time of each row that run side by side, see
@@ -75,6 +75,8 @@ class Config:
         Q weighed by the decay, in 16 bits. "queries_last" does only that;
         "values_first" multiplies the values with R along with the first products,
         too.
+      prepare_warpgroups: of a block of `kernel_inverse`, 1 or 5, each with a chunk of
+        its own; with 5, inverses are rounded to f16 on the way.
       grads: the kernel of the gradients that need no order: "blocks", `kernel_grads`
         with a block for each chunk of a key head, or "ring", `kernel_grads_ring` with
         blocks that stay.
@@ -86,6 +88,7 @@ class Config:
     segments: int | None = None
     stages: int = STAGES
     order: Order = "queries_first"
+    prepare_warpgroups: int = 1
     grads: Grads = "blocks"
     grads_warpgroups: int = 2
     grads_products: Products = "in_turn"
@@ -96,6 +99,7 @@ class Config:
         for name, allowed in (
             ("stages", (2, 3)),
             ("order", get_args(Order)),
+            ("prepare_warpgroups", (1, 5)),
             ("grads", get_args(Grads)),
             ("grads_warpgroups", (2, 3)),
             ("grads_products", get_args(Products)),

@@ -1,6 +1,9 @@
 """Mosaic GPU kernel that prepares chunks: decay factors and the 64 x 64 inverse.
 
-One block has one chunk of one value head and inverts I + strictLower(diag(beta) K K^T)
+A warpgroup has one chunk of one value head and inverts
+
+    I + strictLower(diag(beta) K K^T)
+
 by recursive doubling: with X_b the inverse of the diagonal blocks of size b,
 
     X_2b = X_b - (X_b L X_b restricted to the lower left quarter of each 2b-block).
@@ -12,6 +15,11 @@ The products are full 64 x 64 ones; X_b is block diagonal, so masking them after
 is exact. Operands are f16, whose 11 bits serve entries of about 1 better than bf16.
 Unlike the Neumann product (I - L)(I + L^2)..., no step forms powers of L, which
 overflow when keys resemble each other.
+
+Products wait for each other, so what counts is how many chunks an SM has at a time, and
+registers limit that: one warpgroup in each block leaves room for four blocks. A block
+of five gives each 96 registers, for which X_b must be f16 throughout and its levels a
+loop, whose addresses are not all known before it.
 
 The inverse knows nothing of documents: a diagonal block of the inverse of a block
 triangular matrix is the inverse of that diagonal block, and the decay matrix, which
@@ -31,10 +39,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate, Shapes
+from pallas_kernels.gated_delta_rule.config_mosaic import (
+    CHUNK,
+    HALF,
+    SQUARE,
+    Config,
+    Gate,
+    Shapes,
+)
 
 
 LOG2_E = 1.4426950408889634
+LEVELS = 5  # from blocks of 2 to one of 64
 
 
 def _decay_rows(g_ref, start_ref, last_start, index):
@@ -61,7 +77,7 @@ def _decay_rows(g_ref, start_ref, last_start, index):
     return total, enter, leave, start.astype(jnp.float32)
 
 
-def _quarter(index, size: int) -> jax.Array:
+def _quarter(index, size: Any) -> jax.Array:
     """Whether elements lie in the lower left quarter of a diagonal block of 2 size.
 
     The upper right quarter counts as well: what is put there is zero.
@@ -70,25 +86,38 @@ def _quarter(index, size: int) -> jax.Array:
     return ((row & -size) ^ size) == (column & -size)
 
 
-def _unit_lower_inverse(lower, index, lower_smem, block_smem):
-    """(I + lower)^-1 for a strictly lower triangular f32[C, C] in registers."""
+def _unit_lower_inverse(lower, index, lower_smem, block_smem, sparing):
+    """(I + lower)^-1 for a strictly lower triangular f32[C, C] in registers.
+
+    Args:
+      lower: the matrix.
+      index: row and column index of each element.
+      lower_smem, block_smem: shared memory f16[C, C].
+      sparing: whether to spare registers, see above.
+    """
     row, column = index
     lower_smem[...] = lower.astype(jnp.float16)
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
     inverse = jnp.where(row == column, 1.0, jnp.where(_quarter(index, 1), -lower, 0.0))
-    size = 2
-    while size < CHUNK:
+
+    def double(level, inverse):
+        size = lax.shift_left(jnp.int32(2), level) if sparing else 2 << level
         blocks = inverse.astype(jnp.float16)
         block_smem[...] = blocks
         plgpu.commit_smem()
         left = tc.mma((blocks, lower_smem)).astype(jnp.float16)
-        both = tc.mma((left, block_smem))
-        inverse = jnp.where(_quarter(index, size), -both, inverse)
-        size *= 2
+        both = tc.mma((left, block_smem)).astype(inverse.dtype)
+        return jnp.where(_quarter(index, size), -both, inverse)
+
+    if sparing:
+        return lax.fori_loop(0, LEVELS, double, inverse.astype(jnp.float16))
+    for level in range(LEVELS):
+        inverse = double(level, inverse)
     return inverse
 
 
-def _prepare_kernel(
+def _prepare_chunk(
+    index,
     k_ref,
     g_ref,
     beta_ref,
@@ -98,18 +127,22 @@ def _prepare_kernel(
     k_smem,
     lower_smem,
     block_smem,
-    out_smem,
     arrived,
     *,
     shapes: Shapes,
+    sparing: bool,
 ):
     # Heads vary fastest, so that those of one key head find its keys in the cache.
-    block, head = tc.split_index(lax.axis_index("block"), shapes.value_heads)
+    block, head = tc.split_index(index, shapes.value_heads)
     row, chunk = tc.split_index(block, shapes.chunks)
     item = row * shapes.value_heads + head
     tokens, inside = pl.ds(block * CHUNK, CHUNK), pl.ds(chunk * CHUNK, CHUNK)
     key_head = lax.div(head, jnp.int32(shapes.group))
-    plgpu.copy_gmem_to_smem(k_ref.at[tokens, key_head], k_smem, arrived)
+    for half in range(2):
+        columns = pl.ds(half * HALF, HALF)
+        plgpu.copy_gmem_to_smem(
+            k_ref.at[tokens, key_head, columns], k_smem.at[half], arrived
+        )
     index = tc.square_indices(CHUNK)
     beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
     total, enter, leave, start = _decay_rows(
@@ -125,9 +158,11 @@ def _prepare_kernel(
     gates.at[Gate.BETA][...] = beta
     gates.at[Gate.START][...] = start
     plgpu.barrier_wait(arrived)
-    lower = tc.mma((k_smem, k_smem.T)) * tc.per_row(beta, SQUARE)
+    lower = tc.mma(*((k_smem.at[half], k_smem.at[half].T) for half in range(2)))
+    lower = lower * tc.per_row(beta, SQUARE)
     lower = jnp.where(index[0] > index[1], lower, 0.0)
-    inverse = _unit_lower_inverse(lower, index, lower_smem, block_smem)
+    inverse = _unit_lower_inverse(lower, index, lower_smem, block_smem, sparing)
+    out_smem = k_smem.at[0]  # nobody reads the keys any more
     out_smem[...] = inverse.astype(out_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, inverse_ref.at[tokens, head])
@@ -135,14 +170,20 @@ def _prepare_kernel(
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def prepare(
-    shapes: Shapes, k: jax.Array, g: jax.Array, beta: jax.Array, start: jax.Array
+    shapes: Shapes,
+    config: Config,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    start: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Inverts the chunks and turns log decays into factors.
 
     Args:
       shapes: sizes of the call.
+      config: launch parameters.
       k: [B T, Hk, K], bf16 or f16.
       g: f32[B Hv, T], log decay in base 2, from -160 to 0.
       beta: f32[B Hv, T].
@@ -152,17 +193,29 @@ def prepare(
       inverse [B T, Hv, C] of k's dtype: row i of (I + L)^-1 at token i.
       gates f32[B Hv, T / C, len(Gate), C]: what `Gate` lists, chunk by chunk.
     """
+    count, chunks = config.prepare_warpgroups, shapes.items * shapes.chunks
     scratch: list[Any] = [
-        tc.operand(CHUNK, shapes.key_dim, dtype=k.dtype),
-        tc.operand(*SQUARE, dtype=jnp.float16),
-        tc.operand(*SQUARE, dtype=jnp.float16),
-        tc.operand(*SQUARE, dtype=k.dtype),
-        plgpu.Barrier(),
+        tc.operand(count, 2, CHUNK, HALF, dtype=k.dtype),
+        tc.operand(count, *SQUARE, dtype=jnp.float16),
+        tc.operand(count, *SQUARE, dtype=jnp.float16),
+        plgpu.Barrier(num_arrivals=2, num_barriers=count),  # halves of the keys
     ]
     hw.check_smem(tc.shared_bytes(scratch), "pk_gdn_prepare")
 
     def body(*refs):
-        _prepare_kernel(*refs, shapes=shapes)
+        warpgroup = lax.axis_index("warpgroup")
+        index = lax.axis_index("block") * count + warpgroup
+        places = [x.at[warpgroup] for x in refs[-len(scratch) :]]
+
+        @pl.when(index < chunks)
+        def _():
+            _prepare_chunk(
+                index,
+                *refs[: -len(scratch)],
+                *places,
+                shapes=shapes,
+                sparing=count > 1,
+            )
 
     return plgpu.kernel(
         body,
@@ -172,8 +225,10 @@ def prepare(
                 (shapes.items, shapes.chunks, len(Gate), CHUNK), jnp.float32
             ),
         ),
-        grid=(shapes.items * shapes.chunks,),
+        grid=(-(-chunks // count),),
         grid_names=("block",),
+        num_threads=count,
+        thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_prepare",
         compiler_params=tc.params(),

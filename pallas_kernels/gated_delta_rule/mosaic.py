@@ -64,9 +64,12 @@ def _only(sources: dict[str, jax.Array], *names: str) -> dict[str, jax.Array]:
     return {name: sources[name] for name in (*names, "inverse", "gates")}
 
 
-def _prepare(shapes: Shapes, k, g, beta, start) -> tuple[jax.Array, jax.Array]:
+def _prepare(
+    shapes: Shapes, config: Config, k, g, beta, start
+) -> tuple[jax.Array, jax.Array]:
     g = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
-    inverse, gates = prepare(shapes, _flat(k), g, _by_head(shapes, beta), start)
+    beta = _by_head(shapes, beta)
+    inverse, gates = prepare(shapes, config, _flat(k), g, beta, start)
     inverse = checkpoint_name(inverse, "gdn_inverse")
     return inverse, checkpoint_name(gates, "gdn_gates")
 
@@ -137,7 +140,7 @@ def _rule(shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start,
 def _rule_forward(
     shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start, state
 ):
-    inverse, gates = _prepare(shapes, k, g, beta, start)
+    inverse, gates = _prepare(shapes, config, k, g, beta, start)
     sources = {
         "q": _flat(q),
         "k": _flat(k),
@@ -261,7 +264,7 @@ def summaries(
     k, v = head_dims.fit_keys(k), head_dims.fit_values(v)
     g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
     k, v, g, beta, starts = _padded_rows((k, v, g, beta), starts, shapes.time)
-    inverse, gates = _prepare(shapes, k, g, beta, starts)
+    inverse, gates = _prepare(shapes, Config(), k, g, beta, starts)
     sources = {"k": _flat(k), "v": _flat(v), "inverse": inverse, "gates": gates}
     maps = kernel_summary.row_summary(shapes, sources)
     heads = (shapes.batch, shapes.value_heads)
@@ -289,7 +292,7 @@ def entry_gradients(
     g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
     inputs = (q, k, g, beta, do)
     q, k, g, beta, do, starts = _padded_rows(inputs, starts, shapes.time)
-    inverse, gates = _prepare(shapes, k, g, beta, starts)
+    inverse, gates = _prepare(shapes, Config(), k, g, beta, starts)
     sources = {"q": _flat(q), "k": _flat(k), "do": _flat(do)}
     sources |= {"inverse": inverse, "gates": gates}
     state = (shapes.batch, shapes.value_heads, shapes.value_dim, shapes.key_dim)

@@ -202,6 +202,7 @@ VARIANTS: dict[str, Config] = {
     "queries_last3": Config(order="queries_last", stages=3),
     "values_first": Config(order="values_first"),
     "values_first3": Config(order="values_first", stages=3),
+    "prepare5": Config(prepare_warpgroups=5),
     "grads_ring": Config(grads="ring"),
     "grads_together": Config(grads_products="together"),
     "grads3": Config(grads_warpgroups=3),

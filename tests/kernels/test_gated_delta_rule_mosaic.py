@@ -211,7 +211,8 @@ def forgetful(documents):
     return args, is_first, with_gradients(exact(args), is_first, "reference")
 
 
-def test_chunks_are_inverted_whatever_the_keys():
+@pytest.mark.parametrize("warpgroups", [1, 5])
+def test_chunks_are_inverted_whatever_the_keys(warpgroups):
     from pallas_kernels.gated_delta_rule import kernel_inverse
 
     # Chunk 0 has random keys, chunk 1 keys of cosine 0.9, chunk 2 one key.
@@ -227,9 +228,10 @@ def test_chunks_are_inverted_whatever_the_keys():
     def by_head(x):
         return jnp.swapaxes(x, 1, 2)[:, 0]
 
+    config = Config(prepare_warpgroups=warpgroups)
     with interpreted():
         inverse, gates = jit(
-            functools.partial(kernel_inverse.prepare, shapes_of(args))
+            functools.partial(kernel_inverse.prepare, shapes_of(args), config)
         )(
             flat(k),
             by_head(g * kernel_inverse.LOG2_E),
@@ -412,7 +414,7 @@ def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
 @pytest.mark.parametrize(
     "group, config",
     [
-        (4, Config(segments=1)),
+        (4, Config(segments=1, prepare_warpgroups=5)),
         (2, Config(segments=3, stages=3, order="values_first")),
     ],
 )
@@ -511,7 +513,7 @@ def model_arguments(batch, time, dtype=jnp.bfloat16):
         (3, 512, "float16", Config(segments=1)),
         (1, 1000, "float16", Config(segments=4, stages=3, order="values_first")),
         (3, 512, "bfloat16", Config(grads="ring")),
-        (1, 1000, "float16", Config(segments=4, grads="ring")),
+        (1, 1000, "float16", Config(segments=4, grads="ring", prepare_warpgroups=5)),
     ],
 )
 def test_model_shapes_on_the_card(batch, time, dtype, config):
