@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from running import jit
 
 from pallas_kernels import gated_delta_rule
 from pallas_kernels._common import hw, tuning
@@ -224,18 +225,12 @@ def test_other_head_dims_are_the_same_rule(monkeypatch, key_dim, value_dim):
 
     starts = tables.document_starts(first)
     config = Config()
-    # The emitters that the suite does without make scans a hundred times faster.
-    compiled = functools.partial(
-        jax.jit, compiler_options={"xla_backend_extra_options": ""}
-    )
-    got = compiled(
+    got = jit(
         lambda: with_gradients(
             functools.partial(mosaic.gated_delta_rule, config=config), starts=starts
         )
     )()
-    want = compiled(
-        lambda: with_gradients(reference.gated_delta_rule, is_first=first)
-    )()
+    want = jit(lambda: with_gradients(reference.gated_delta_rule, is_first=first))()
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, rel=1e-5)
     assert sizes[0] == (128, 128, (128, 128), heads * max(1, value_dim // 128))

@@ -81,12 +81,8 @@ def rule(args, is_first, implementation, config=None):
     )
 
 
-# One program for each implementation and each set of shapes. The emitters of fused
-# loops that the suite does without make scans over tokens a hundred times faster.
-compiled = functools.partial(
-    jax.jit, compiler_options={"xla_backend_extra_options": ""}
-)
-compiled_rule = compiled(rule, static_argnums=(2, 3))
+# One program for each implementation and each set of shapes.
+compiled_rule = jit(rule, static_argnums=(2, 3))
 
 
 def cotangents(args):
@@ -95,7 +91,7 @@ def cotangents(args):
     return jnp.asarray(do.astype(args[2].dtype)), jnp.asarray(d_state)
 
 
-@functools.partial(compiled, static_argnums=(3, 4))
+@functools.partial(jit, static_argnums=(3, 4))
 def gradients(args, is_first, cotangents, implementation, config=None):
     """o, final state and the six gradients."""
     out, pullback = jax.vjp(
@@ -167,7 +163,7 @@ def suffix(args, is_first, begin):
     return run
 
 
-@compiled
+@jit
 def states_between(args, is_first):
     """The state at each chunk's entry, and its gradient at each chunk's exit."""
     time = args[0].shape[1]
