@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from running import jit
 
 from pallas_kernels._common import bench
 from pallas_kernels._common.testing import assert_close
@@ -24,9 +25,6 @@ CI = {spec.name: spec for spec in specs.specs("ci")}
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 
 xla_rule = functools.partial(gated_delta_rule, implementation="xla")
-
-# Compiling is most of what these tests do; speed of the result is not tested.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
