@@ -52,9 +52,10 @@ def environment(tmp_path):
     return {
         **os.environ,
         "JAXACCEL_TINY": "1",
-        # Nearly all of the time is compilation; both of these make it shorter.
+        # Nearly all of the time is compilation; these make it shorter.
         "XLA_FLAGS": (
-            "--xla_backend_optimization_level=0 --xla_cpu_opt_preset=FAST_COMPILE"
+            "--xla_backend_optimization_level=0 --xla_cpu_opt_preset=FAST_COMPILE "
+            "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         ),
         "JAX_DEFAULT_PRNG_IMPL": "rbg",
         "IPYTHONDIR": str(tmp_path / "ipython"),
