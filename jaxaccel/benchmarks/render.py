@@ -131,6 +131,12 @@ TECHNIQUES = (
         config="`experiments/nemotron/`",
     ),
     Technique(
+        name="Engram: hashed n-gram memory, tables trained by rows",
+        state="`reference`, `xla`; tables on device, host or file",
+        module="`jaxaccel.nn.engram`, `jaxaccel.core.host_table`",
+        config="`experiments/engram/`",
+    ),
+    Technique(
         name="gpt-oss: sinks, windows, clamped experts in MXFP4",
         state="`reference`, `xla`",
         module="`jaxaccel.models.gpt_oss`, `jaxaccel.quant.mxfp4`",

@@ -5,6 +5,7 @@ import importlib
 
 _HOME = {
     "Attention": "jaxaccel.nn.attention",
+    "Engram": "jaxaccel.nn.engram",
     "GatedDeltaNet": "jaxaccel.nn.gated_deltanet",
     "LatentMoE": "jaxaccel.nn.latent_moe",
     "MLP": "jaxaccel.nn.mlp",
