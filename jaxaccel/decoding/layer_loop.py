@@ -18,7 +18,8 @@ from flax import nnx
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
 from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
-from jaxaccel.data.batch import packing_metadata
+from jaxaccel.data.batch import PackingMetadata, packing_metadata
+from jaxaccel.nn.engram_memory import Reading
 
 
 # (block, x, its part of the cache) -> (x, that part anew, what to keep of the layer).
@@ -48,13 +49,28 @@ def read_tokens(
         x, part, _ = block(x, meta, part, cache.length)
         return x, part, None
 
-    x, layers, _ = scan_layers(model, model.embed(tokens), cache.layers, layer)
+    memory = begin_reading(model, tokens, meta, cache)
+    x, layers, _ = scan_layers(model, model.embed(tokens), cache.layers, layer, memory)
     read = jnp.sum(meta.is_real, axis=1, dtype=jnp.int32)
-    return model.final_norm(x), DecoderCache(layers=layers, length=cache.length + read)
+    after = DecoderCache(layers=layers, length=cache.length + read)
+    return model.final_norm(x), after if memory is None else memory.cache(after)
+
+
+def begin_reading(
+    model: Any, tokens: jax.Array, meta: PackingMetadata, cache: DecoderCache
+) -> Reading | None:
+    """What adds a decoder's memory to its layers' inputs, `None` without a memory."""
+    if model.config.engram is None:
+        return None
+    return model.memory.read(tokens, meta, cache)
 
 
 def scan_layers(
-    model: Any, x: jax.Array, caches: tuple[LayerCache, ...], layer: LayerFn
+    model: Any,
+    x: jax.Array,
+    caches: tuple[LayerCache, ...],
+    layer: LayerFn,
+    memory: Reading | None,
 ) -> tuple[jax.Array, tuple[LayerCache, ...], tuple[Any, ...]]:
     """Runs every layer in order, the caches being carried.
 
@@ -65,14 +81,18 @@ def scan_layers(
       layer: what a layer does with x and its part of the cache, a `KVCacheOfLayer` or
         a `RecurrentCacheOfLayer`, `None` in a layer without a mixer; it may return
         `None` for a part that stays.
+      memory: of `begin_reading`; it stands in front of runs.
 
     Returns:
       x, the caches, and what `layer` kept: one value per position with a mixer, its
       arrays with a leading axis of the layers there.
     """
-    first, remaining = 0, iter(caches)
+    first, depth, remaining = 0, 0, iter(caches)
     after, kept = [], []
     for run in model.config.runs:
+        if memory is not None:
+            x = memory.add(depth, x)
+        depth += len(run.kinds) * run.repeats
         blocks = model.layers[first : first + len(run.kinds)]
         own = tuple(
             None if block.mixer is None else next(remaining) for block in blocks

@@ -17,9 +17,30 @@ from flax import nnx
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.recurrent import PendingRecurrent, RecurrentCacheOfLayer
 from jaxaccel.data.batch import packing_metadata
-from jaxaccel.decoding.layer_loop import scan_layers
+from jaxaccel.decoding.layer_loop import begin_reading, scan_layers
 from jaxaccel.nn.attention import PendingAttention
+from jaxaccel.nn.engram import EngramState
+from jaxaccel.nn.engram_memory import MemoryCache
 from jaxaccel.nn.moe import MoE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingMemory:
+    """What a memory read, of which `commit` keeps a prefix.
+
+    Attributes:
+      tokens: i32[B, T].
+      count: i32[B], the real ones among them.
+      history: i32[B, N - 1], as it was before.
+      conv: as `EngramState.conv` after all real tokens, T longer: it still has all that
+        the state after any prefix of them holds.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    history: jax.Array
+    conv: tuple[jax.Array, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +54,13 @@ class PendingTokens:
       mixers: what recurrent layers would write, one per position with a mixer, arrays
         with a leading axis of the layers there; `None` for attention.
       length: i32[B], tokens read before.
+      memory: of a model with an n-gram memory, else `None`.
     """
 
     layers: tuple[LayerCache, ...]
     mixers: tuple[Any, ...]
     length: jax.Array
+    memory: PendingMemory | None
 
 
 def verify(
@@ -76,9 +99,33 @@ def verify(
         # The state is read again to commit: it stays, and is not kept a second time.
         return x, None, pending.tokens
 
-    x, layers, mixers = scan_layers(model, model.embed(tokens), cache.layers, layer)
-    pending = PendingTokens(layers=layers, mixers=mixers, length=length)
+    reading = begin_reading(model, tokens, meta, _with_room(cache, time))
+    embedded = model.embed(tokens)
+    x, layers, mixers = scan_layers(model, embedded, cache.layers, layer, reading)
+    memory = None
+    if reading is not None and isinstance(cache, MemoryCache):
+        memory = PendingMemory(
+            tokens=tokens,
+            count=jnp.sum(meta.is_real, axis=1, dtype=jnp.int32),
+            history=cache.memory.history,
+            conv=reading.cache(cache).memory.conv,
+        )
+    pending = PendingTokens(layers=layers, mixers=mixers, length=length, memory=memory)
     return model.final_norm(x), pending
+
+
+def _with_room(cache: DecoderCache, time: int) -> DecoderCache:
+    """The cache with T places in front of a memory's convolution inputs.
+
+    A convolution reaches its own width back, so what stands there is never read.
+    """
+    if not isinstance(cache, MemoryCache):
+        return cache
+    room = ((0, 0), (time, 0), (0, 0), (0, 0))
+    conv = tuple(jnp.pad(x, room) for x in cache.memory.conv)
+    return dataclasses.replace(
+        cache, memory=dataclasses.replace(cache.memory, conv=conv)
+    )
 
 
 def commit(model: Any, pending: PendingTokens, accepted: jax.Array) -> DecoderCache:
@@ -99,7 +146,29 @@ def commit(model: Any, pending: PendingTokens, accepted: jax.Array) -> DecoderCa
             layers.append(_commit_attention(block, cache, pending.length, accepted))
         else:
             layers.append(_commit_state(block, cache, kept, accepted))
-    return DecoderCache(layers=tuple(layers), length=pending.length + accepted)
+    after = DecoderCache(layers=tuple(layers), length=pending.length + accepted)
+    if pending.memory is None:
+        return after
+    memory = _commit_memory(model, pending.memory, pending.length, accepted)
+    return MemoryCache(layers=after.layers, length=after.length, memory=memory)
+
+
+def _commit_memory(
+    model: Any, pending: PendingMemory, length: jax.Array, accepted: jax.Array
+) -> EngramState:
+    batch, time = pending.tokens.shape
+    places = jnp.arange(time, dtype=jnp.int32)
+    segments = (places[None, :] < accepted[:, None]).astype(jnp.int32)
+    meta = packing_metadata((batch, time), segment_ids=segments, cached_length=length)
+    _, history = model.memory.ngrams(pending.tokens, meta, pending.history)
+    first = time - (pending.count - accepted)  # [B]
+
+    def before(x: jax.Array) -> jax.Array:
+        kept = jnp.arange(x.shape[1] - time, dtype=jnp.int32)
+        index = first[:, None] + kept[None, :]
+        return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+
+    return EngramState(history=history, conv=tuple(map(before, pending.conv)))
 
 
 def _commit_attention(block: Any, cache: Any, length: jax.Array, accepted: jax.Array):

@@ -1,4 +1,4 @@
-"""Decoding a model whose layers have one part and do not repeat as a whole."""
+"""Decoding a model whose layers are scanned in runs: one part each, or a memory."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,11 @@ from flax import nnx
 from jaxaccel.decoding.generate import generate
 from jaxaccel.decoding.sampling import SamplingConfig
 from jaxaccel.decoding.speculative import generate_speculative
+from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.nemotron_h import NemotronHConfig
+from jaxaccel.nn.attention import AttentionConfig
+from jaxaccel.nn.engram_config import EngramConfig
+from jaxaccel.nn.mlp import MLPConfig
 
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -17,12 +21,30 @@ PROMPTS = [[5, 3, 8], [1], [7, 7, 2, 9, 4, 11, 6, 100]]
 NEW, DRAFTS, WIDTH = 8, 2, 16
 
 
-@pytest.fixture(scope="module")
-def model(random_model):
-    # Two runs: "ME" twice, then "M*E-" once.
-    config = NemotronHConfig.tiny(pattern="MEMEM*E-/*E")
-    assert [run.repeats for run in config.decoder().runs] == [2, 1]
-    return random_model(config.decoder(), 1)
+# Two runs: "ME" twice, then "M*E-" once.
+HYBRID = NemotronHConfig.tiny(pattern="MEMEM*E-/*E").decoder()
+# In front of the first and the last layer.
+MEMORY = DecoderConfig(
+    vocab_size=128,
+    d_model=16,
+    num_layers=3,
+    pattern=("attention",),
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+    mlp=MLPConfig(d_ff=16),
+    num_mtp_layers=1,
+    engram=EngramConfig(layers=(1, 3), heads=2, head_dim=8, bases=41, conv_width=2),
+)
+
+
+@pytest.fixture(scope="module", params=[HYBRID, MEMORY], ids=["hybrid", "memory"])
+def model(request, random_model):
+    assert [run.repeats for run in request.param.runs] == [2, 1]
+    model = random_model(request.param, 1)
+    if request.param.engram is not None:
+        # As large as the embeddings: whoever remembers another text says another.
+        for layer in model.memory.layers:
+            layer.table.rows[...] *= 64.0
+    return model
 
 
 @pytest.fixture(scope="module")
