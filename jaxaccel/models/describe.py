@@ -6,9 +6,11 @@ addition. A projection costs 2 d_in d_out a token. Attention scores and values c
 average, fewer with a window. The delta rule costs 6 K V a value head: reading what a
 key recalls, writing the correction, reading with the query; Mamba-2 recalls nothing and
 costs 4 V N a head. The chunked forms do more of it, which is the price of parallelism
-and no useful work. A token pays for the
-experts it visits, not for the others. A backward pass costs twice the forward pass, so
-training costs three times it; rematerialised layers are not counted again.
+and no useful work. A token pays for the experts it visits, not for the others. An
+n-gram memory costs the projection of the rows that a token reads and its convolution;
+hashing and reading are no products, however large the tables are. A backward pass costs
+twice the forward pass, so training costs three times it; rematerialised layers are not
+counted again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxaccel.models.config import DecoderConfig, MixerConfig
 from jaxaccel.nn.attention import AttentionConfig
+from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.gated_deltanet import GatedDeltaNetConfig
 from jaxaccel.nn.mamba2 import Mamba2Config
 from jaxaccel.nn.mlp import MLPConfig
@@ -36,10 +39,10 @@ class Cost:
     Attributes:
       params: parameters, buffers such as a router's bias included.
       active_params: parameters that one token's forward pass reads; of an embedding
-        table, one row.
+        table, one row, of a memory's table, one for each order and head.
       param_bytes: bytes of the parameters as held.
       state_bytes: bytes a sequence keeps whatever its length (f32 recurrent state,
-        convolution inputs in the compute dtype).
+        convolution inputs in the compute dtype, a memory's last tokens).
       kv_bytes_per_token: bytes of keys and values a token adds, in the compute dtype;
         a window bounds how many of them a decoder would need to keep.
       forward_flops: operations of one token's forward pass, a mean over the document.
@@ -92,7 +95,8 @@ class Description:
     Attributes:
       config: the model.
       seq_len: tokens T of the documents that the attention cost is averaged over.
-      rows: parts in the order of the forward pass; the prediction block is the last.
+      rows: parts in the order of the forward pass, a memory's before the layers that
+        they stand in front of; the prediction block is the last.
     """
 
     config: DecoderConfig
@@ -155,6 +159,20 @@ class Description:
             f"FLOPs a token  {_short(trunk.forward_flops)} forward, "
             f"{_short(self.training_flops)} training, documents of "
             f"{self.seq_len:,} tokens",
+            *self._memory_summary(),
+        ]
+
+    def _memory_summary(self) -> list[str]:
+        engram = self.config.engram
+        if engram is None:
+            return []
+        num_rows = _num_rows(engram, self.config.vocab_size)
+        width = jnp.dtype(engram.table_dtype).itemsize
+        size = sum(num_rows) * engram.head_dim
+        return [
+            f"memory tables  {size:,} ({_short(size, 'B')}), {_bytes(size * width)}: "
+            f"{sum(num_rows):,} rows, a token reads "
+            f"{engram.num_columns * len(num_rows):,}"
         ]
 
 
@@ -176,6 +194,8 @@ def describe(config: DecoderConfig, seq_len: int = 4096) -> Description:
     count = _Counter(config, seq_len)
     norm = count.vector(config.d_model)
     rows = [Row(name="embed", count=1, cost=count.embedding())]
+    if config.engram is not None:
+        rows += count.memory(config.engram)
     if config.single_part:
         # Layers of a kind are equal: one row each, in the order of their first.
         kinds = config.layer_types
@@ -245,6 +265,42 @@ class _Counter:
         cost = self.linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
             return Cost(forward_flops=cost.forward_flops)
+        return cost
+
+    def memory(self, config: EngramConfig) -> list[Row]:
+        """The hash, and each layer's table with what makes use of it."""
+        vocab = self._config.vocab_size
+        hashed = Cost(state_bytes=4 * (config.orders[-1] - 1))  # i32 classes
+        if config.compress or config.compressed_size is not None:
+            # The map from tokens to classes, of which a token reads its own.
+            classes = self.vector(vocab, f32=True)
+            hashed += dataclasses.replace(classes, active_params=1)
+        rows = [Row(name="memory: hash", count=1, cost=hashed)]
+        tables = _num_rows(config, vocab)
+        for place, num_rows in zip(config.places, tables, strict=True):
+            cost = self.table(config, num_rows) + self.engram(config)
+            rows.append(Row(name=f"memory before layer {place}", count=1, cost=cost))
+        return rows
+
+    def table(self, config: EngramConfig, num_rows: int) -> Cost:
+        size = num_rows * config.head_dim
+        width = jnp.dtype(config.table_dtype).itemsize
+        return Cost(params=size, active_params=config.width, param_bytes=size * width)
+
+    def engram(self, config: EngramConfig) -> Cost:
+        """What a layer does with the rows that it reads."""
+        d_model, streams = self._config.d_model, config.streams
+        channels, preset = streams * d_model, config.preset
+        cost = self.linear(config.width, channels + d_model, bias=preset.has_bias)
+        cost += self.vector(channels, f32=True).times(2)
+        if preset.has_conv:
+            width = config.conv_width
+            cost += self.vector((width + 1) * channels, f32=True)
+            kept = (width - 1) * config.dilation
+            cost += Cost(
+                state_bytes=kept * channels * self._compute_bytes,
+                forward_flops=2 * width * channels,
+            )
         return cost
 
     def block(
@@ -342,6 +398,13 @@ class _Counter:
         if config.d_latent:
             cost += self.linear(d_model, config.d_latent).times(2)
         return cost
+
+
+def _num_rows(config: EngramConfig, vocab_size: int) -> tuple[int, ...]:
+    """Rows of each table. They do not depend on a tokenizer, which may be unknown."""
+    if config.compressed_size is None:
+        config = dataclasses.replace(config, compress=False)
+    return config.layout(vocab_size).num_rows
 
 
 def _mean_keys(seq_len: int, window: int | None) -> float:

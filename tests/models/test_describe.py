@@ -11,6 +11,8 @@ from jaxaccel.models.describe import describe
 from jaxaccel.models.gpt_oss import GptOssConfig
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.qwen3_next import Qwen3NextConfig
+from jaxaccel.nn.engram_config import EngramConfig
+from jaxaccel.training.perf import training_flops_per_token
 
 
 def variants():
@@ -29,6 +31,23 @@ def variants():
         dense, pattern=("gdn", "sliding_attention"), sliding_attention=attention
     )
     yield GptOssConfig.tiny(param_dtype="bfloat16").decoder()
+    memory = EngramConfig(layers=(1, 6), bases=(41, 67), table_dtype="bfloat16")
+    yield dataclasses.replace(dense, engram=memory)
+    yield dataclasses.replace(moe, engram=COMPRESSING)
+
+
+# As `with_tokenizer` makes it.
+COMPRESSING = EngramConfig(
+    layers=(2,),
+    variant="qwen",
+    eos_id=1,
+    heads=2,
+    head_dim=4,
+    bases=41,
+    compress=True,
+    compressed_size=99,
+    pad_class=0,
+)
 
 
 def shapes_of(config):
@@ -47,11 +66,12 @@ def test_counts_equal_the_models_shapes(config):
 def test_cache_bytes_equal_the_caches_shapes(config):
     def caches():
         model = Decoder(config, rngs=nnx.Rngs(0))
-        return model.init_cache(1, 4).layers, model.init_cache(1, 8).layers
+        return model.init_cache(1, 4), model.init_cache(1, 8)
 
+    # The number of tokens read, four bytes, is no state of a layer.
     four, eight = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
-        for layers in nnx.eval_shape(caches)
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) - 4
+        for cache in nnx.eval_shape(caches)
     )
     cost = describe(config).total
     # A slot also keeps its token's position, four bytes a layer of attention.
@@ -89,6 +109,24 @@ def test_operations_of_a_hand_counted_model():
     attention = sum(4 * h * k * min(t + 1, 4) for t in range(length)) / length
     want = projections + attention + 3 * 2 * d * f + 2 * d * vocab
     assert found.trunk.forward_flops == pytest.approx(want)
+
+
+def test_a_memorys_size_costs_no_operations():
+    plain = Qwen3_5TextConfig.tiny(pattern=("attention",)).decoder()
+    # Its tokenizer's classes are not known yet.
+    small = dataclasses.replace(COMPRESSING, compressed_size=None, pad_class=None)
+    large = dataclasses.replace(small, bases=4_001)
+    without, few, many = (
+        describe(dataclasses.replace(plain, engram=engram), 9)
+        for engram in (None, small, large)
+    )
+    columns, d_row, d, taps = 4, 4, 32, 4
+    own = 2 * columns * d_row * 2 * d + 2 * taps * d
+    assert few.trunk.forward_flops == without.trunk.forward_flops + own
+    assert training_flops_per_token(many.config, 9) == 3 * few.trunk.forward_flops
+    assert many.total.params - few.total.params > 3_000 * columns * d_row
+    assert many.total.active_params == few.total.active_params
+    assert "a token reads 4" in many.table()
 
 
 def test_table_has_a_line_for_every_part():
