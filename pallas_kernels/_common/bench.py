@@ -16,6 +16,7 @@ import datetime
 import functools
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import time
@@ -264,9 +265,14 @@ def prepare(
 def measure_prepared(prepared: Prepared, limits: Ceilings) -> Iterator[dict[str, Any]]:
     """Yields the rows of a prepared workload; as `measure_case`."""
     case, runs = prepared.case, {}
+    contenders = {**prepared.rivals, **prepared.ours}
     with timing.alone():
-        args = case.arguments(jax.random.key(0)) if prepared.reference else ()
-        for name, contender in {**prepared.rivals, **prepared.ours}.items():
+        try:
+            args = case.arguments(jax.random.key(0)) if prepared.reference else ()
+        except RuntimeError as error:  # others may have the memory by now
+            refused = _Run({}, "", f"no arguments: {_reason(error)}")
+            args, contenders = (), dict.fromkeys(contenders, refused)
+        for name, contender in contenders.items():
             runs[name] = _time(prepared, contender, args)
     for name in prepared.ours:
         ours = runs[name]
@@ -543,6 +549,9 @@ def main(argv: list[str] | None = None) -> int:
             arguments += ["--implementations", names]
         if options.commit:
             arguments += ["--commit", options.commit]
+        # Naming the workloads may start a backend here, which must leave the card's
+        # memory to the jobs.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         cases = _cases(options.op, options.specs, options.only)
         order = [case.workload for case in cases]
         results = jobs.run_in_jobs(options.op, order, arguments, options.jobs, save)

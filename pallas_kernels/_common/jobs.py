@@ -35,7 +35,7 @@ def run_in_jobs(
       What `run` does, workloads in the same order; the ceilings are the first's.
 
     Raises:
-      RuntimeError: a process ended without its results.
+      RuntimeError: a process ended without the rows of its workloads.
     """
     jobs = min(jobs, len(order))
     with tempfile.TemporaryDirectory() as folder:
@@ -60,16 +60,25 @@ def run_in_jobs(
         ]
         results: dict[str, Any] = {}
         running = True
-        while running:
-            running = any(child.poll() is None for child in children)
-            parts = [json.loads(file.read_text()) for file in files if file.exists()]
-            if parts:
-                rows = [row for part in parts for row in part["rows"]]
-                rows.sort(key=lambda row: order.index(row["workload"]))
-                results = {"ceilings": parts[0]["ceilings"], "rows": rows}
-                save(results)
-            time.sleep(0.5)
-    failed = [i for i, file in enumerate(children) if file.returncode not in (0, 1)]
-    if failed or not results:
-        raise RuntimeError(f"bench {op}: processes {failed} of {jobs} failed")
+        try:
+            while running:
+                running = any(child.poll() is None for child in children)
+                parts = [json.loads(f.read_text()) for f in files if f.exists()]
+                if parts:
+                    rows = [row for part in parts for row in part["rows"]]
+                    rows.sort(key=lambda row: order.index(row["workload"]))
+                    results = {"ceilings": parts[0]["ceilings"], "rows": rows}
+                    save(results)
+                time.sleep(0.5 if running else 0.0)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.terminate()
+    # An exit status of 1 may be a wrong result or an uncaught error.
+    measured = {row["workload"] for row in results.get("rows", ())}
+    if missing := [workload for workload in order if workload not in measured]:
+        codes = [child.returncode for child in children]
+        raise RuntimeError(
+            f"bench {op}: processes ended with {codes} and left out {missing}"
+        )
     return results

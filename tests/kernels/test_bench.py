@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -225,9 +226,44 @@ def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeyp
     locks = [env[timing.DEVICE_LOCK] for env in environments]
     assert locks[0] == locks[1] != locks[2] == locks[3]
 
-    monkeypatch.setattr(bench, "main", lambda arguments: 2)
-    with pytest.raises(RuntimeError, match=r"processes \[0, 1\] of 2 failed"):
-        jobs.run_in_jobs("rms_norm", ["a", "b"], ["rms_norm"], 2, lambda results: None)
+
+def test_a_job_that_dies_is_no_success(monkeypatch):
+    stopped = []
+
+    class Job:
+        returncode = None
+
+        def __init__(self, command, *, env, cwd):
+            del env, cwd
+            file, share = command[-1], command[-3]
+            if share == "0/2":
+                rows = [{"workload": "a"}]
+                pathlib.Path(file).write_text(
+                    json.dumps({"ceilings": {}, "rows": rows})
+                )
+                self.returncode = 0
+            else:
+                self.returncode = 1  # as of an uncaught error
+
+        def poll(self):
+            return self.returncode
+
+        def terminate(self):
+            stopped.append(self)
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", Job)
+    seen = []
+    with pytest.raises(RuntimeError, match=r"with \[0, 1\] and left out \['b'\]"):
+        jobs.run_in_jobs("rms_norm", ["a", "b"], ["rms_norm"], 2, seen.append)
+    assert seen[-1]["rows"] == [{"workload": "a"}]  # what there is was saved
+
+    def fail(results):
+        raise OSError("disk full")
+
+    Job.poll = lambda self: None
+    with pytest.raises(OSError, match="disk full"):
+        jobs.run_in_jobs("rms_norm", ["a", "b"], ["rms_norm"], 2, fail)
+    assert len(stopped) == 2
 
 
 def test_a_failing_peer_costs_its_own_rows_alone():
