@@ -90,6 +90,8 @@ PARAMETER_AXES: Mapping[str, tuple[str | None, ...]] = {
     "v_proj/bias": ("tensor",),
     "sinks": ("tensor",),
     "qkv_proj/kernel": _IN,
+    "kv_proj/kernel": _IN,
+    "kv_proj/bias": ("tensor",),
     "z_proj/kernel": _IN,
     "a_proj/kernel": _IN,
     "b_proj/kernel": _IN,

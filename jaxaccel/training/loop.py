@@ -34,6 +34,7 @@ from jaxaccel.data.corpus import Corpus
 from jaxaccel.data.pipeline import DataConfig, make_iterator, prepare
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.decoder import Decoder
+from jaxaccel.models.with_engram import with_tokenizer
 from jaxaccel.nn.router import MoEConfig
 from jaxaccel.training.checkpoint import (
     CheckpointExtras,
@@ -230,6 +231,7 @@ class _Run:
                 f"the model's vocab_size is {decoder.vocab_size}, the tokenizer has "
                 f"{vocab} tokens"
             )
+        self.decoder, self.classes = with_tokenizer(decoder, self.corpus.tokenizer)
         self.parts: ModelParts = model_parts(lambda: self._build(jax.random.key(0)))
         self.optimizer: optax.GradientTransformation = make_optimizer(
             config.optim, config.num_steps
@@ -261,7 +263,10 @@ class _Run:
             raise ValueError("max_seconds needs a single process: clocks disagree")
 
     def _build(self, key: jax.Array) -> Decoder:
-        return Decoder(self.decoder, rngs=nnx.Rngs(key))
+        model = Decoder(self.decoder, rngs=nnx.Rngs(key))
+        if self.classes is not None:
+            model.memory.ngrams.set_vocabulary(self.classes)
+        return model
 
     # Setting up.
 
