@@ -44,7 +44,7 @@ from pallas_kernels.sort_dispatch import (
 
 DIRECTIONS = ("fwd", "fwd+bwd")
 PARTS = ("dispatch", "layer")
-PRESETS = ("nemotron3_super", "qwen3_next", "nemotron3_nano", "gpt_oss_20b")
+PRESETS = ("nemotron3_super", "qwen3_next", "nemotron3_nano", "gpt_oss_20b_layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,10 +364,8 @@ def _accounts(
 
 
 def preset_files() -> list[pathlib.Path]:
-    """The committed layers, of those that there are."""
-    folder = ROOT / "experiments" / "moe"
-    files = [folder / f"{name}.gin" for name in PRESETS]
-    return [path for path in files if path.is_file()]
+    """The committed layers."""
+    return [ROOT / "experiments" / "moe" / f"{name}.gin" for name in PRESETS]
 
 
 def _parser() -> argparse.ArgumentParser:

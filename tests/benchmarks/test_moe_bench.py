@@ -9,6 +9,7 @@ import pytest
 
 from jaxaccel import benchmarks
 from jaxaccel.benchmarks import moe, moe_rivals
+from jaxaccel.config.gin_utils import load_config
 from pallas_kernels._common import bench, timing
 
 
@@ -45,6 +46,13 @@ def one_run(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_every_preset_is_a_layer():
+    layers = {p.stem: load_config("MoEBenchConfig", [p]) for p in moe.preset_files()}
+    assert tuple(layers) == moe.PRESETS
+    gpt_oss = layers["gpt_oss_20b_layer"].moe
+    assert (gpt_oss.use_bias, gpt_oss.swiglu_limit) == (True, 7.0)
 
 
 def test_rows_of_a_layer(tmp_path, monkeypatch):
