@@ -341,7 +341,11 @@ class Mamba2(nnx.Module):
             first, real = (None if m is None else m[:, 0] for m in (is_first, is_real))
             x, dt, b, c = (m[:, 0] for m in (x, dt, b, c))
             y, state = ssd_step(
-                *(x, dt, a, b, c, cache.state), is_first=first, is_real=real, **rest
+                *(x, dt, a, b, c, cache.state),
+                is_first=first,
+                is_real=real,
+                implementation=self.ssd_implementation,
+                **rest,
             )
             y = y[:, None]
         else:

@@ -1,4 +1,4 @@
-"""The public function: checks, then the implementation that was chosen."""
+"""The public functions: checks, then the implementation that was chosen."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REFUSED = {"mosaic": "ssd has no kernel yet"}
 def choose(
     *args: Any, implementation: Implementation | None = None, **options: Any
 ) -> Choice:
-    """Says what a call of `ssd` would run.
+    """Says what a call of `ssd` or `ssd_step` would run.
 
     Args:
-      *args: arrays or `jax.ShapeDtypeStruct`, as for `ssd`.
+      *args: arrays or `jax.ShapeDtypeStruct`, as for the call.
       implementation: the one asked for.
-      **options: the other keywords of `ssd`.
+      **options: the call's other keywords.
 
     Returns:
       The choice.
@@ -142,3 +142,53 @@ def ssd(
     if d is not None:
         y = y + d[None, None, :, None] * x.astype(jnp.float32)
     return y.astype(x.dtype), state
+
+
+def ssd_step(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    state: jax.Array,
+    *,
+    d: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    dt_limit: tuple[float, float] = reference.NO_LIMIT,
+    is_first: jax.Array | None = None,
+    is_real: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of `ssd`, for decoding.
+
+    Args:
+      x: [B, H, V], any float dtype.
+      dt: f32[B, H], before bias and softplus.
+      a: f32[H], <= 0.
+      b, c: [B, G, N], dtype of x.
+      state: [B, H, V, N], f32 or the narrower type that a cache holds.
+      d: f32[H], of the skip `d x`.
+      dt_bias, dt_limit: as for `ssd`.
+      is_first: bool[B], true where a document begins.
+      is_real: bool[B], false where the row has no token; its state stays.
+      implementation: as for `ssd`; "xla" and "reference" are the same here, the
+        recurrence in f32.
+
+    Returns:
+      (y [B, H, V] of x's dtype, state of the given state's dtype).
+
+    Raises:
+      NotImplementedError: the named implementation cannot run this call.
+    """
+    choose(x, dt, a, b, c, state, implementation=implementation)
+    group = x.shape[1] // b.shape[1]
+    dt = reference.step_sizes(dt, dt_bias, dt_limit=dt_limit, is_real=is_real)
+    before = state.astype(jnp.float32)
+    if is_first is not None:
+        before = jnp.where(is_first[:, None, None, None], 0.0, before)
+    x32 = x.astype(jnp.float32)
+    b, c = (jnp.repeat(m.astype(jnp.float32), group, axis=1) for m in (b, c))
+    y, after = reference.update(x32, dt, a, b, c, before)
+    if d is not None:
+        y = y + d[None, :, None] * x32
+    return y.astype(x.dtype), after.astype(state.dtype)

@@ -274,6 +274,12 @@ def test_errors_name_the_value():
         ssd(*args, implementation="mosaic")
     with pytest.raises(ValueError, match="implementation='fast' is unknown"):
         ssd(*args, implementation="fast")
+    token = (x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
+    state = np.zeros((len(x), *x.shape[2:], b.shape[3]), np.float32)
+    with pytest.raises(NotImplementedError, match="no kernel yet"):
+        ssd_step(*token, state, implementation="mosaic")
+    with pytest.raises(ValueError, match="implementation='fast' is unknown"):
+        ssd_step(*token, state, implementation="fast")
     assert choose(*args).implementation == "xla"
     assert pallas_kernels.explain("ssd", *args).refused["mosaic"]
     assert pallas_kernels.ssd is ssd

@@ -1,5 +1,6 @@
 """`Mamba2`: one call, several calls, packed, padded, drafted, all the same."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.core.tree import split_model
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.nn import mamba2
+from jaxaccel.nn.implementation import normalize
 from jaxaccel.nn.mamba2 import Mamba2, Mamba2Config
 from jaxaccel.training.optim import decay_mask
 from pallas_kernels._common.dispatch import Choice
@@ -235,6 +237,20 @@ def test_tables_are_those_of_the_kernels_that_run(monkeypatch):
     (table,) = module.tables(2, 64)
     assert table.width == 4
     assert module.tables(2, 64, cached=True) == ()
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_one_token_runs_what_many_do(time):
+    def call(x):
+        config = dataclasses.replace(CONFIG, head_dim=2, state_dim=2)
+        setting = normalize({"ssd": "mosaic"})
+        module = Mamba2(config, 4, implementation=setting, rngs=nnx.Rngs(0))
+        length = jnp.zeros((1,), jnp.int32)
+        meta = packing_metadata((1, time), cached_length=length)
+        return module(x, meta, module.init_cache(1, 8, jnp.float32), length)
+
+    with pytest.raises(NotImplementedError, match="ssd has no kernel yet"):
+        jax.eval_shape(call, jax.ShapeDtypeStruct((1, time, 4), jnp.float32))
 
 
 @pytest.mark.parametrize(
