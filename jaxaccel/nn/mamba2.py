@@ -40,7 +40,7 @@ class Mamba2Config:
         and the output norm has one mean per group.
       state_dim: N, length of those vectors.
       conv_width: taps W of the short convolution over x and those vectors.
-      chunk_size: tokens per chunk of the chunked form.
+      chunk_size: tokens per chunk of the chunked form, a power of two >= 16.
       dt_limit: least and largest step size, in a prefill and in decoding alike.
       dt_min, dt_max: bounds of the log-uniform distribution of initial step sizes.
       dt_floor: least initial step size.
@@ -65,11 +65,16 @@ class Mamba2Config:
     def __post_init__(self):
         object.__setattr__(self, "dt_limit", tuple(map(float, self.dt_limit)))
         object.__setattr__(self, "rate_range", tuple(map(float, self.rate_range)))
-        for name in ("num_heads", "head_dim", "num_groups", "state_dim", "chunk_size"):
+        for name in ("num_heads", "head_dim", "num_groups", "state_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"Mamba2Config: {name}={getattr(self, name)} must be positive"
                 )
+        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(
+                f"Mamba2Config: chunk_size={self.chunk_size} must be a power of two of "
+                "at least 16"
+            )
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"Mamba2Config: num_heads={self.num_heads} must be a multiple of "

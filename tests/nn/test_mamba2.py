@@ -258,6 +258,8 @@ def test_one_token_runs_what_many_do(time):
     [
         ({"num_groups": 3}, "num_heads=4 must be a multiple of num_groups=3"),
         ({"state_dim": 0}, "state_dim=0"),
+        ({"chunk_size": 8}, "chunk_size=8 must be a power of two of at least 16"),
+        ({"chunk_size": 48}, "chunk_size=48 must be a power of two of at least 16"),
         ({"conv_width": 1}, "conv_width=1"),
         ({"dt_limit": (0.1, 0.1)}, r"dt_limit=\(0\.1, 0\.1\)"),
         ({"dt_min": 0.2}, r"dt_min=0\.2"),
