@@ -41,8 +41,9 @@ class Cost:
       active_params: parameters that one token's forward pass reads; of an embedding
         table, one row, of a memory's table, one for each order and head.
       param_bytes: bytes of the parameters as held.
-      state_bytes: bytes a sequence keeps whatever its length (f32 recurrent state,
-        convolution inputs in the compute dtype, a memory's last tokens).
+      state_bytes: bytes a sequence keeps whatever its length (recurrent state in f32 or
+        the type that its layer names, convolution inputs in the compute dtype, a
+        memory's last tokens).
       kv_bytes_per_token: bytes of keys and values a token adds, in the compute dtype;
         a window bounds how many of them a decoder would need to keep.
       forward_flops: operations of one token's forward pass, a mean over the document.
@@ -363,7 +364,7 @@ class _Counter:
         cost += self.linear(config.d_inner, d_model)
         state = config.d_inner * config.state_dim
         return cost + Cost(
-            state_bytes=state * _F32_BYTES
+            state_bytes=state * jnp.dtype(config.state_dtype).itemsize
             + (width - 1) * channels * self._compute_bytes,
             forward_flops=4 * state,
         )

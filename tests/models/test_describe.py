@@ -9,6 +9,7 @@ from flax import nnx
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.describe import describe
 from jaxaccel.models.gpt_oss import GptOssConfig
+from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.qwen3_next import Qwen3NextConfig
 from jaxaccel.nn.engram_config import EngramConfig
@@ -34,6 +35,7 @@ def variants():
     memory = EngramConfig(layers=(1, 6), bases=(41, 67), table_dtype="bfloat16")
     yield dataclasses.replace(dense, engram=memory)
     yield dataclasses.replace(moe, engram=COMPRESSING)
+    yield NemotronHConfig.tiny(state_dtype="bfloat16").decoder()
 
 
 # As `with_tokenizer` makes it.
@@ -75,7 +77,7 @@ def test_cache_bytes_equal_the_caches_shapes(config):
     )
     cost = describe(config).total
     # A slot also keeps its token's position, four bytes a layer of attention.
-    attention = sum(kind != "gdn" for kind in config.layer_types)
+    attention = sum("attention" in kind for kind in config.layer_types)
     assert eight - four == 4 * (cost.kv_bytes_per_token + 4 * attention)
     assert 2 * four - eight == cost.state_bytes
 
