@@ -43,8 +43,8 @@ class TableStats:
       rows: different rows of each fetch, summed.
       bytes: of those rows.
       cache_hits: rows that a `MappedTable` had in memory.
-      gather_seconds: spent gathering, beside the caller or not.
-      wait_seconds: spent by callers waiting for a gather to end.
+      gather_seconds: spent gathering and copying, beside the caller or not.
+      wait_seconds: spent by callers waiting for a fetch to end.
     """
 
     fetches: int = 0
@@ -55,6 +55,15 @@ class TableStats:
     gather_seconds: float = 0.0
     wait_seconds: float = 0.0
 
+    def __post_init__(self):
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: float) -> None:
+        """Adds to the named attributes; callers and workers do so at the same time."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
 
 class Fetch:
     """Rows that are on their way."""
@@ -64,7 +73,7 @@ class Fetch:
         self._future, self._stats = future, stats
 
     def result(self) -> tuple[jax.Array, jax.Array]:
-        """Waits for the gather.
+        """Waits for the rows.
 
         Returns:
           (rows [K, d] on the device, K a power of two, zeros behind the last row;
@@ -72,7 +81,7 @@ class Fetch:
         """
         began = time.perf_counter()
         rows = self._future.result()
-        self._stats.wait_seconds += time.perf_counter() - began
+        self._stats.add(wait_seconds=time.perf_counter() - began)
         return rows
 
 
@@ -154,31 +163,29 @@ class DeviceTable:
 
 
 def _note(stats: TableStats, ids: Any, rows: int, row_bytes: int, began: float) -> None:
-    stats.fetches += 1
-    stats.lookups += np.size(ids)
-    stats.rows += rows
-    stats.bytes += rows * row_bytes
-    stats.gather_seconds += time.perf_counter() - began
+    stats.add(
+        fetches=1,
+        lookups=np.size(ids),
+        rows=rows,
+        bytes=rows * row_bytes,
+        gather_seconds=time.perf_counter() - began,
+    )
 
 
 class _Staged:
-    """Gathers on a thread of its own into buffers that take turns.
+    """Gathers on a thread of its own into a buffer that every fetch writes again.
 
-    A buffer is written again only when the copy to the device that reads it has ended:
-    a consumer that is slow holds the gather up, and never gets another step's rows.
+    A fetch ends when its copy to the device has: no consumer gets another step's rows,
+    whether it keeps, donates or deletes what it got.
     """
 
-    def __init__(
-        self, num_rows: int, width: int, dtype: DTypeLike, *, num_buffers: int = 2
-    ):
+    def __init__(self, num_rows: int, width: int, dtype: DTypeLike):
         self.num_rows, self.width = num_rows, width
         self.dtype = np.dtype(dtype)
         self.stats = TableStats()
         # One worker: fetches keep their order, and a cache has one writer.
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "table_prefetch")
-        self._buffers: list[np.ndarray | None] = [None] * num_buffers
-        self._in_flight: list[jax.Array | None] = [None] * num_buffers
-        self._turn = 0
+        self._buffer: np.ndarray | None = None
 
     def prefetch(self, ids: np.ndarray) -> Fetch:
         """Starts a gather beside the caller.
@@ -197,21 +204,16 @@ class _Staged:
 
     def _fetch(self, unique: np.ndarray, slots: np.ndarray, size: int):
         began = time.perf_counter()
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._buffers)
-        before = self._in_flight[turn]
-        if before is not None and not before.is_deleted():
-            before.block_until_ready()
-        buffer = self._buffers[turn]
+        buffer = self._buffer
         # A device whose memory is the host's may keep the buffer instead of a copy.
         is_kept = jax.default_backend() == "cpu"
         if buffer is None or len(buffer) < size or is_kept:
-            buffer = self._buffers[turn] = np.empty((size, self.width), self.dtype)
+            buffer = self._buffer = np.empty((size, self.width), self.dtype)
         rows = buffer[:size]
         self._gather(unique, rows[: len(unique)])
         rows[len(unique) :] = 0
-        on_device = jax.device_put(rows)
-        self._in_flight[turn] = on_device
+        # Before anyone else has it: what was donated can no longer be waited for.
+        on_device = jax.device_put(rows).block_until_ready()
         _note(self.stats, slots, len(unique), self.width * self.dtype.itemsize, began)
         return on_device, jax.device_put(slots)
 
@@ -385,7 +387,7 @@ class MappedTable(_Staged):
             missing = unique[~is_hit]
             read = self._mapped[missing]
             out[~is_hit] = read
-            self.stats.cache_hits += int(np.sum(is_hit))
+            self.stats.add(cache_hits=int(np.sum(is_hit)))
             self._keep(missing[: self.cache_rows], read[: self.cache_rows])
 
     def _keep(self, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -445,7 +447,7 @@ class HotRows:
         is_hot = self._hot[place] == unique
         cold = len(self._hot) + np.cumsum(~is_hot) - 1
         place = np.where(is_hot, place, cold).astype(np.int32)[slots]
-        self.stats.cache_hits += int(np.sum(is_hot[slots]))
+        self.stats.add(cache_hits=int(np.sum(is_hot[slots])))
         return _Joined(self, self._store.prefetch(unique[~is_hot]), place)
 
     def close(self) -> None:
