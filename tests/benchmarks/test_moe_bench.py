@@ -1,5 +1,6 @@
 """The benchmark of mixtures checks results before it tells a speed."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from jaxaccel import benchmarks
 from jaxaccel.benchmarks import moe, moe_rivals
 from jaxaccel.config.gin_utils import load_config
+from jaxaccel.config.moe import MoEBenchConfig
+from jaxaccel.nn.router import MoEConfig
 from pallas_kernels._common import bench, timing
 
 
@@ -56,7 +59,6 @@ def test_every_preset_is_a_layer():
 
 
 def test_rows_of_a_layer(tmp_path, monkeypatch):
-    # The same comparison as that of the dispatch rows.
     monkeypatch.setattr(moe, "routed_check", lambda config, name: None)
     preset, path = tmp_path / "small.gin", tmp_path / "rows.json"
     preset.write_text(PRESET)
@@ -99,6 +101,38 @@ def test_an_expert_alone_can_be_wrong():
     assert moe_rivals.wrong(tuple(got), want) is None
     got[3] = got[3].at[2].multiply(1.1)
     assert moe_rivals.wrong(tuple(got), want).startswith("dw_in")
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 9e-3), ("float32", 2e-5)])
+def test_a_small_error_everywhere_is_wrong(dtype, error):
+    want = (jnp.full((4, 16), 3.0),)
+    assert moe_rivals.wrong((want[0].astype(dtype),), want) is None
+    got = ((want[0] * (1 + error)).astype(dtype),)
+    for slack in (1.0, moe_rivals.RIVAL_SLACK):
+        assert moe_rivals.wrong(got, want, slack=slack).startswith("y: relative error")
+
+
+def test_the_check_of_a_layer_has_its_biases_and_limit(monkeypatch):
+    fields = {"num_experts": 4, "top_k": 2, "d_ff": 16, "score": "topk_softmax"}
+    moe_config = MoEConfig(**fields, use_bias=True, swiglu_limit=7.0)
+    config = MoEBenchConfig(moe=moe_config, d_model=16, tokens=24, dtype="float32")
+    results, sort, wrong = [], moe_rivals.sort, moe_rivals.wrong
+
+    def record(got, want):
+        results.append((got, want))
+        return wrong(got, want)
+
+    monkeypatch.setattr(moe_rivals, "wrong", record)
+    assert moe.routed_check(config, "reference") is None
+    assert [len(a) for a in results[0]] == [len(moe_rivals.RESULTS)] * 2
+
+    def without_limit(sizes, name):
+        return sort(dataclasses.replace(sizes, swiglu_limit=None), name)
+
+    monkeypatch.setattr(moe_rivals, "sort", without_limit)
+    monkeypatch.setattr(moe_rivals, "expected", lambda *a: results[0][1])
+    monkeypatch.setattr(moe_rivals, "with_gradients", moe_rivals.only_forward)
+    assert moe.routed_check(config, "reference").startswith("y: relative error")
 
 
 def test_what_cannot_run_is_a_row():
