@@ -71,7 +71,9 @@ class Heldout:
           state: of the run.
 
         Returns:
-          "nats_per_byte", "nats_per_token", "accuracy", and "ema_nats_per_byte".
+          "nats_per_byte", "nats_per_token", "accuracy", and "ema_nats_per_byte": of
+          the running mean, with buffers, tables of an n-gram memory among them, as
+          they are.
         """
         values = self._figures(state.params, state.buffers)
         if state.ema is not None:

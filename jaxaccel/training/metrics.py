@@ -5,7 +5,8 @@
 
 - "baseline": "byte_bigram_nats_per_byte", "token_bigram_nats_per_byte" on held-out text
 - "eval": "nats_per_byte", "nats_per_token", "accuracy" on held-out text, and
-  "ema_nats_per_byte" where the run keeps a running mean of the parameters
+  "ema_nats_per_byte" where the run keeps a running mean of the parameters; tables of an
+  n-gram memory have none, the mean of the others is evaluated with them as they are
 - "train": means over the steps since the last row ("loss", "nats_per_token",
   "nats_per_byte", "accuracy", "grad_norm", "lr", "router_*"), "tokens_seen",
   "seconds_per_step", "tokens_per_second", "tflops", "mfu", "data_wait" (a fraction) and

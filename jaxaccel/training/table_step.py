@@ -3,8 +3,12 @@
 The step of `training.step` stays what it is: it gets a small model, whose tables hold
 the gathered rows as parameters, and a small optimizer state. Before it rows and moments
 are gathered, after it they are written back in place. So accumulation, clipping by the
-global norm, running means and the stop at a loss that is not finite are those of any
-other parameter, and nothing is as large as a table.
+global norm and the stop at a loss that is not finite are those of any other parameter,
+and nothing is as large as a table.
+
+Running means are not: they are kept of dense parameters alone, those of the gathered
+rows are thrown away. An evaluation of the running mean ("ema_nats_per_byte") reads
+averaged dense weights with the tables as they are.
 """
 
 from __future__ import annotations
@@ -274,7 +278,7 @@ class TableTraining:
         return dataclasses.replace(
             small,
             params=dense(small.params),
-            ema=dense(small.ema),
+            ema=dense(small.ema),  # the rows' means are dropped
             opt_state=TablesOptState(dense=small.opt_state.dense, tables=tables),
             buffers=dict(sorted(buffers.items())),
         )
