@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,10 +43,54 @@ _LOGGER = logging.getLogger(__name__)
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of host memory")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSizes(ScanSizes):
+    """What the scans of a decoder's runs keep, one behind the other.
+
+    `length` counts the iterations of all of them, and `named_bytes` is their mean.
+
+    Attributes:
+      runs: (iterations, layers in an iteration) of each.
+      inputs_between: further inputs kept on each device, of what stands between runs.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    inputs_between: int = 0
+
+    def host_bytes(self, mode: str, group: int = 1) -> int:
+        """As of `ScanSizes`; more than any memory for a group that a run can't have."""
+        if mode not in OFFLOADING:
+            return 0
+        if any(repeats % group for repeats, _ in self.runs):
+            return sys.maxsize
+        if mode == "policy":
+            inputs = sum(repeats * stages for repeats, stages in self.runs)
+            one_device = inputs * self.activation_bytes
+            return (one_device + self.length * self.named_bytes) * self.num_devices
+        # What is not repeated stays on the device.
+        stored = sum(
+            repeats // group * (stages if mode == "ring" else 1)
+            for repeats, stages in self.runs
+            if repeats > group
+        )
+        return stored * self.activation_bytes * self.num_devices
+
+    def device_bytes(self, mode: str, group: int = 1) -> int:
+        """As of `ScanSizes`."""
+        deepest = max(stages for _, stages in self.runs)
+        count = {
+            # Each run keeps its last inputs; one of them reads further ones at a time.
+            "ring": sum(stages for _, stages in self.runs) + deepest,
+            "policy": 1,
+            "group": len(self.runs) + 1 + group * deepest,
+        }.get(mode, sum(repeats * stages for repeats, stages in self.runs))
+        return (count + self.inputs_between) * self.activation_bytes
+
+
 def scan_sizes(
     decoder: DecoderConfig, data: DataConfig, config: TrainConfig, mesh: Mesh
-) -> ScanSizes:
-    """What the layers' scan keeps of one micro-batch on one device.
+) -> RunSizes:
+    """What the layers' scans keep of one micro-batch on one device.
 
     Args:
       decoder: the model.
@@ -57,9 +102,12 @@ def scan_sizes(
     rows = data.batch_size // config.accumulation // parts
     names = RematPolicy.parse(decoder.remat_policy).names
     one = rows * data.seq_len * decoder.d_model * decoder.compute_dtype.itemsize
-    return ScanSizes(
-        length=decoder.num_periods,
-        stages=len(decoder.pattern),
+    runs = tuple((run.repeats, len(run.kinds)) for run in decoder.runs)
+    return RunSizes(
+        runs=runs,
+        inputs_between=0 if decoder.engram is None else len(decoder.engram.places),
+        length=sum(repeats for repeats, _ in runs),
+        stages=max(stages for _, stages in runs),
         activation_bytes=one,
         named_bytes=named_bytes(decoder, rows, data.seq_len) if names else 0,
         num_devices=len(mesh.local_devices),
@@ -67,7 +115,16 @@ def scan_sizes(
 
 
 def named_bytes(decoder: DecoderConfig, rows: int, time: int) -> int:
-    """Bytes of the values that "offload_policy:NAME,..." names, in one period."""
+    """Bytes of the values that "offload_policy:NAME,..." names, in one iteration.
+
+    Args:
+      decoder: the model.
+      rows: of a batch.
+      time: their length.
+
+    Returns:
+      The mean of all iterations, where the layers are scanned in several runs.
+    """
     names = RematPolicy.parse(decoder.remat_policy).names
     plain = dataclasses.replace(decoder, remat_policy="save", num_mtp_layers=0)
 
@@ -75,23 +132,27 @@ def named_bytes(decoder: DecoderConfig, rows: int, time: int) -> int:
         return Decoder(plain, rngs=nnx.Rngs(0))(tokens).hidden
 
     tokens = jax.ShapeDtypeStruct((rows, time), jnp.int32)
-    return sum(
-        out.aval.size * out.aval.dtype.itemsize
-        for equation in _equations(jax.make_jaxpr(hidden)(tokens).jaxpr)
+    total = sum(
+        times * out.aval.size * out.aval.dtype.itemsize
+        for equation, times in _equations(jax.make_jaxpr(hidden)(tokens).jaxpr)
         if equation.primitive.name == "name" and equation.params["name"] in names
         for out in equation.outvars
     )
+    return total // sum(run.repeats for run in decoder.runs)
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, those of its inner functions once."""
+def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """All equations of a jaxpr and its inner functions, and how often each runs."""
     for equation in jaxpr.eqns:
-        yield equation
+        yield equation, times
+        own = times
+        if equation.primitive.name == "scan":
+            own *= equation.params["length"]
         for value in equation.params.values():
             for item in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from _equations(inner, own)
 
 
 def check_pinned_limit(num_bytes: int, config: TrainConfig) -> None:

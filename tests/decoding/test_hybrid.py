@@ -23,7 +23,7 @@ NEW, DRAFTS, WIDTH = 8, 2, 16
 
 # Two runs: "ME" twice, then "M*E-" once.
 HYBRID = NemotronHConfig.tiny(pattern="MEMEM*E-/*E").decoder()
-# In front of the first and the last layer.
+# The memory stands in front of the last layer.
 MEMORY = DecoderConfig(
     vocab_size=128,
     d_model=16,
@@ -32,7 +32,7 @@ MEMORY = DecoderConfig(
     attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
     mlp=MLPConfig(d_ff=16),
     num_mtp_layers=1,
-    engram=EngramConfig(layers=(1, 3), heads=2, head_dim=8, bases=41, conv_width=2),
+    engram=EngramConfig(layers=(3,), heads=2, head_dim=8, bases=41, conv_width=2),
 )
 
 
