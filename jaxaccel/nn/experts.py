@@ -148,14 +148,15 @@ class ExpertOps:
     def bias_times(self, bias: jax.Array, dy: jax.Array, sizes) -> jax.Array:
         """f32[M], each row's product with its expert's bias."""
         # A product with a column of ones: no scatter in it, and none in its gradient.
-        ones = jnp.ones((dy.shape[0], 1), dy.dtype)
+        # In f32, which the sum over the width would otherwise be too late for.
+        ones = jnp.ones((dy.shape[0], 1), jnp.float32)
         by_row = grouped_matmul(
             ones,
-            bias.astype(dy.dtype)[:, None, :],
+            bias.astype(jnp.float32)[:, None, :],
             sizes,
             implementation=self._thin,
         )
-        return jnp.sum(by_row * dy, axis=1, dtype=jnp.float32)
+        return jnp.sum(by_row * dy.astype(jnp.float32), axis=1)
 
 
 def routed_experts(
