@@ -5,6 +5,10 @@ file, with the rows that were read last in memory; `HotRows` keeps the most freq
 rows of one of the latter on the device. `prefetch(ids)` starts a gather of
 the rows, each once; `Fetch.result` gives them on the device with the place of every
 lookup, the same bytes whichever table it was.
+
+All of them stand alone for now: a training step and decoding keep a model's tables on
+the device, replicated, and nothing in the library makes a table of these. A caller
+makes one for `nn.engram_host`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ different rows: the rows that all texts read would overload their owner otherwis
   (`all_gather`, `psum_scatter`): E times the traffic, and exact.
 
 Gradients of rows take the same way back to the owner, which adds them up.
+
+It stands alone for now: a training step replicates its tables, and nothing in the
+library calls this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Manifold-constrained hyper-connections: several residual streams around a layer."""
+"""Manifold-constrained hyper-connections: several residual streams around a layer.
+
+`HyperConnection` and `expand_streams` stand alone for now: a decoder has one residual
+stream, and nothing in the library calls them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The optimizer's step on a table that is cut over devices."""
+"""The optimizer's step on a table that is cut over devices.
+
+It stands alone for now, as `core.sharded_rows` does: a training step replicates its
+tables (`training.table_step`), and nothing in the library calls this.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 A dense gradient of a table is as large as the table, and so are the writes of a dense
 optimizer, whatever few rows a batch reads. Here the step gathers the rows and their
 moments, trains those, and writes them back in place.
+
+A run sets `TableOptimConfig.kind` and `lr_factor`, from `EngramConfig`; the other
+fields, `exact_decay` and those of "sinkhorn_momentum" among them, keep their defaults
+there, and only a caller of `update_table` changes them.
 """
 
 from __future__ import annotations
