@@ -90,7 +90,8 @@ class BatchSums:
       balance: f32[], part of the routers' balance loss, mean over layers.
       counts: i32[L, E], tokens that each expert of each layer got, or `None`.
       mtp_counts: i32[E], the same for the multi-token prediction block.
-      overflow: i32[L], rows of each layer that found no room, or `None`.
+      overflow: i32[L], rows of each layer that found no room, or `None`; that block's
+        are behind the layers'.
     """
 
     loss: jax.Array
@@ -170,13 +171,14 @@ def language_model_loss(
     )
     loss = sums.loss / totals.weight
     zero = jnp.zeros((), jnp.float32)
-    balance, mtp_nats, mtp_counts = zero, zero, None
+    balance, mtp_nats, mtp_counts, overflow = zero, zero, None, None
     # Means over tokens add up when weighted by the share of the batch's tokens.
     share = _num_tokens(batch) / totals.tokens
     aux = output.aux
     if aux is not None:
         balance = share * jnp.mean(aux.balance_loss)
         loss = loss + balance + share * jnp.mean(aux.z_loss)
+        overflow = aux.overflow
     if config.mtp_loss_weight:
         mtp, mtp_aux = _mtp_sums(model, batch, output.hidden, config)
         mtp_nats = mtp.nats
@@ -184,6 +186,8 @@ def language_model_loss(
         if mtp_aux is not None:
             mtp_loss = mtp_loss + share * (mtp_aux.balance_loss + mtp_aux.z_loss)
             mtp_counts = mtp_aux.counts
+            if overflow is not None:
+                overflow = jnp.append(overflow, mtp_aux.overflow)
         loss = loss + config.mtp_loss_weight * mtp_loss
     return loss, BatchSums(
         loss=loss,
@@ -194,7 +198,7 @@ def language_model_loss(
         balance=balance,
         counts=None if aux is None else aux.counts,
         mtp_counts=mtp_counts,
-        overflow=None if aux is None else aux.overflow,
+        overflow=overflow,
     )
 
 
@@ -343,8 +347,10 @@ def _metrics(sums: BatchSums, totals: BatchTotals, config: TrainConfig) -> Metri
         metrics["router_min_load"] = jnp.min(share) * load.shape[-1]
     if sums.overflow is not None and sums.counts is not None:
         lost = jnp.sum(sums.overflow).astype(jnp.float32)
-        routed = jnp.maximum(jnp.sum(sums.counts.astype(jnp.float32)), 1.0)
-        metrics["router_overflow"] = lost / routed
+        routed = jnp.sum(sums.counts.astype(jnp.float32))
+        if sums.mtp_counts is not None:
+            routed = routed + jnp.sum(sums.mtp_counts.astype(jnp.float32))
+        metrics["router_overflow"] = lost / jnp.maximum(routed, 1.0)
     return metrics
 
 

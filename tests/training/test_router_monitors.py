@@ -1,6 +1,7 @@
 """Routers in training: what a step reports of them, and the loss of the whole batch."""
 
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from training_runs import Run, ragged_batch
 
 from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.core.tree import model_parts
-from jaxaccel.nn.router import RouterLoad
+from jaxaccel.nn.router import RouterAux, RouterLoad
+from jaxaccel.training import step as step_module
 from jaxaccel.training.config import OptimConfig, TrainConfig
 from jaxaccel.training.step import (
     BatchSums,
@@ -77,6 +79,43 @@ def test_a_micro_batch_sees_the_counts_of_those_before_it():
     assert float(metrics["router_max_violation"]) == pytest.approx(2 * 10 / 14 - 1)
     assert float(metrics["router_min_load"]) == pytest.approx(2 * 4 / 14)
     assert float(metrics["router_dead_experts"]) == 0
+
+
+class Dropping:
+    """Stands for a model whose two layers and extra block drop 2, 1 and 4 rows."""
+
+    unembed = None
+
+    def __call__(self, *batch):
+        self.hidden = jnp.zeros((*batch[0].shape, 1))
+        return SimpleNamespace(hidden=self.hidden, aux=self.aux([2, 1]))
+
+    def mtp_hidden(self, *batch):
+        return self.hidden[:, :-1], self.aux(4)
+
+    def aux(self, overflow):
+        overflow = jnp.array(overflow)
+        zeros = jnp.zeros(overflow.shape)
+        return RouterAux(
+            counts=jnp.ones((*overflow.shape, 5), jnp.int32),
+            balance_loss=zeros,
+            z_loss=zeros,
+            entropy=zeros,
+            max_violation=zeros,
+            overflow=overflow,
+        )
+
+
+def test_rows_that_the_extra_block_drops_are_reported(monkeypatch):
+    zero = jnp.zeros(())
+    sums = SimpleNamespace(loss=zero, nats=zero, correct=zero)
+    monkeypatch.setattr(step_module, "chunked_cross_entropy", lambda *_, **__: sums)
+    config, batch = TrainConfig(num_steps=1, mtp_loss_weight=0.5), ragged_batch(2, 6)
+    totals = step_module.batch_totals(batch)
+    _, found = step_module.language_model_loss(Dropping(), batch, totals, zero, config)
+    np.testing.assert_array_equal(found.overflow, [2, 1, 4])
+    metrics = step_module._metrics(found, totals, config)
+    assert float(metrics["router_overflow"]) == pytest.approx(7 / 15)
 
 
 def test_a_step_of_the_committed_latent_model_traces():
