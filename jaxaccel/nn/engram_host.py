@@ -1,8 +1,9 @@
 """A decoder's memory whose tables stay off the device.
 
-The rows that a batch reads follow from its tokens alone. `HostMemory.prefetch` hashes
-on the host and starts the gathers of all layers, the earliest first, before the model
-runs; `with_rows` puts what came into the tables' places.
+The rows that a batch reads follow from its tokens alone. `HostEngramMemory.prefetch`
+hashes on the host and starts the gathers of all layers, the earliest first, before the
+model runs; `with_rows` puts what came into the tables' places. It stands alone for now:
+nothing in the library calls it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PendingMemory:
         return tuple(fetch.result() for fetch in self.fetches)
 
 
-class HostMemory:
+class HostEngramMemory:
     """Hash and tables of a decoder's memory, on the host."""
 
     def __init__(

@@ -12,7 +12,7 @@ from jaxaccel.core.host_table import HostTable, HotRows, MappedTable, save_table
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.data.compressed_vocab import CompressedVocabulary
 from jaxaccel.nn.engram_config import EngramConfig
-from jaxaccel.nn.engram_host import HostMemory, with_rows
+from jaxaccel.nn.engram_host import HostEngramMemory, with_rows
 from jaxaccel.nn.engram_memory import EngramMemory
 
 
@@ -47,7 +47,7 @@ def host(model, tmp_path):
     save_table(tmp_path, tables[1])
     hot = HotRows(HostTable(tables[0]), np.arange(0, 20))
     stores = [hot, MappedTable(tmp_path, budget_bytes=256)]
-    yield HostMemory(CONFIG, VOCAB, stores, vocabulary=VOCABULARY)
+    yield HostEngramMemory(CONFIG, VOCAB, stores, vocabulary=VOCABULARY)
     for store in stores:
         store.close()
 
@@ -63,7 +63,7 @@ def text():
 def test_ids_are_those_of_the_device(model, host, boundary):
     config = dataclasses.replace(CONFIG, boundary=boundary)
     stores = host._stores
-    host = HostMemory(config, VOCAB, stores, vocabulary=VOCABULARY)
+    host = HostEngramMemory(config, VOCAB, stores, vocabulary=VOCABULARY)
     memory = EngramMemory(config, VOCAB, D, rngs=nnx.Rngs(0))
     memory.ngrams.set_vocabulary(VOCABULARY)
     tokens, segments = text()
@@ -119,8 +119,8 @@ def test_rematerialised_gradients_are_the_same(model):
 def test_what_does_not_belong_together_is_refused(host):
     stores = host._stores
     with pytest.raises(ValueError, match="every row number would be wrong"):
-        HostMemory(CONFIG, VOCAB, stores)
+        HostEngramMemory(CONFIG, VOCAB, stores)
     with pytest.raises(ValueError, match="tables have rows and widths"):
-        HostMemory(CONFIG, VOCAB, stores[:1], vocabulary=VOCABULARY)
+        HostEngramMemory(CONFIG, VOCAB, stores[:1], vocabulary=VOCABULARY)
     with pytest.raises(ValueError, match="token id 30 is outside"):
         host.prefetch(np.array([[VOCAB]]))
