@@ -139,7 +139,13 @@ def fetch_rows(
             f"the table has {table.shape[0]} rows, {sharding.num_rows} rows over "
             f"{sharding.parts} devices are {expected}; see pad_rows"
         )
-    check_divisible("the batch", ids.shape[0], sharding.axis, sharding.parts)
+    check_divisible(
+        "the batch",
+        ids.shape[0],
+        sharding.axis,
+        sharding.parts,
+        advice="choose another mesh or another number of rows",
+    )
 
     def device(part: jax.Array, ids: jax.Array):
         plan = plan_rows(ids, sharding.num_rows)

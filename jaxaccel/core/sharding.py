@@ -116,8 +116,22 @@ PARAMETER_AXES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
-def check_divisible(name: str, size: int, axis: str, axis_size: int) -> None:
+def check_divisible(
+    name: str,
+    size: int,
+    axis: str,
+    axis_size: int,
+    *,
+    advice: str = "choose another mesh or set replicate_indivisible=True",
+) -> None:
     """Refuses a size that a mesh axis does not divide.
+
+    Args:
+      name: of the size, for the message.
+      size: what is to be cut.
+      axis: mesh axis.
+      axis_size: its parts.
+      advice: what to do about it; by default that of a parameter.
 
     Raises:
       ValueError: names the size, the axis and the axis size.
@@ -125,7 +139,7 @@ def check_divisible(name: str, size: int, axis: str, axis_size: int) -> None:
     if size % axis_size:
         raise ValueError(
             f"{name} is {size}, which mesh axis {axis!r} of size {axis_size} does not "
-            "divide; choose another mesh or set replicate_indivisible=True"
+            f"divide; {advice}"
         )
 
 
@@ -257,7 +271,13 @@ def global_batch(batch, mesh: Mesh):
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     processes = len({device.process_index for device in mesh.devices.flat})
     for leaf in jax.tree.leaves(batch):
-        check_divisible("batch rows", leaf.shape[0] * processes, "data x fsdp", parts)
+        check_divisible(
+            "batch rows",
+            leaf.shape[0] * processes,
+            "data x fsdp",
+            parts,
+            advice="choose another mesh or another number of rows",
+        )
     if processes == 1:
         return jax.device_put(batch, sharding)
 

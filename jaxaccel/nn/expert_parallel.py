@@ -176,6 +176,17 @@ def choose_exchange(
 
 
 @functools.cache
+def say_indivisible(rows: int, parts: int) -> None:
+    """Says once that so many rows are computed without an exchange."""
+    _log.info(
+        "experts on several devices: %d rows do not divide over %d devices and are "
+        "computed without an exchange, which drops none",
+        rows,
+        parts,
+    )
+
+
+@functools.cache
 def _announce(devices: int, tokens: int, moved: Traffic, picked: str, why: str) -> None:
     _log.info(
         "experts on %d devices, %d tokens each: a device sends %.2f MB a forward pass "
@@ -216,9 +227,20 @@ def sharded_experts(
       NotImplementedError: as `choose_exchange` raises.
     """
     num_experts = experts.w_in.shape[0]
-    check_divisible("num_experts", num_experts, sharding.axis, sharding.devices)
-    rows = "x".join(sharding.batch_axes)
-    check_divisible("batch rows", h.shape[0], rows, sharding.row_parts)
+    check_divisible(
+        "num_experts",
+        num_experts,
+        sharding.axis,
+        sharding.devices,
+        advice="choose another mesh or expert_axis",
+    )
+    check_divisible(
+        "batch rows",
+        h.shape[0],
+        "x".join(sharding.batch_axes),
+        sharding.row_parts,
+        advice="choose another mesh or another number of rows",
+    )
     batch, time, width = h.shape
     exchange = choose_exchange(
         sharding,

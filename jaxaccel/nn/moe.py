@@ -10,7 +10,11 @@ from jax.typing import DTypeLike
 
 from jaxaccel.core.sharding import BATCH_AXES
 from jaxaccel.data.batch import PackingMetadata
-from jaxaccel.nn.expert_parallel import ExpertSharding, sharded_experts
+from jaxaccel.nn.expert_parallel import (
+    ExpertSharding,
+    say_indivisible,
+    sharded_experts,
+)
 from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
@@ -172,7 +176,10 @@ class MoE(nnx.Module):
             biases = (self.bias_in.bias[...], self.bias_out.bias[...])
         experts = ExpertWeights(self.w_in[...], self.w_out[...], *biases)
         sharding = _expert_sharding(config)
-        if sharding is not None:
+        if sharding is not None and h.shape[0] % sharding.row_parts:
+            # A prompt that is continued, for example.
+            say_indivisible(h.shape[0], sharding.row_parts)
+        elif sharding is not None:
             return sharded_experts(
                 sharding, self.ops, h, routing.weights, routing.expert_ids, experts
             )

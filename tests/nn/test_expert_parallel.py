@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxaccel.core.sharding import MeshConfig, make_mesh
+from jaxaccel.core.sharding import MeshConfig, make_mesh, parameter_shardings
+from jaxaccel.core.tree import flatten_state, unflatten_state
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.nn import expert_parallel
 from jaxaccel.nn.expert_parallel import (
@@ -106,6 +107,32 @@ def test_equals_one_device_with_gradients(case, exchange):
     assert len(leaves[1]) == 8
     for path, leaf in leaves[1].items():
         assert_close(leaves[0][path], leaf, rel=1e-5, name=jax.tree_util.keystr(path))
+
+
+def test_rows_that_do_not_divide_are_computed_without_an_exchange(build, caplog):
+    """One row, as a sample has, on four devices; no capacity drops any of it."""
+    x, meta = jax.random.normal(jax.random.key(1), (1, T, D)), packing_metadata((1, T))
+    fields = config("allgather", 0.5)
+    layer = build(lambda rngs: MoE(fields, D, implementation="reference", rngs=rngs))
+    graphdef, params = nnx.split(layer)
+
+    def run(params, x):
+        return nnx.merge(graphdef, params)(x, meta)
+
+    want, want_aux = jax.jit(run)(params, x)
+    expert_parallel.say_indivisible.cache_clear()
+    mesh = make_mesh(MeshConfig(fsdp=4))
+    arrays = flatten_state(params)
+    arrays = jax.device_put(arrays, parameter_shardings(arrays, mesh))
+    params = unflatten_state(params, arrays)
+    with jax.set_mesh(mesh), caplog.at_level(logging.INFO, logger="jaxaccel"):
+        got, aux = jax.jit(run)(params, x)
+        jax.eval_shape(run, params, x)  # traced again
+    assert_close(got, want, rel=1e-5)
+    np.testing.assert_array_equal(aux.counts, want_aux.counts)
+    assert int(aux.overflow) == 0
+    (record,) = caplog.records
+    assert "1 rows do not divide over 4 devices" in record.getMessage()
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "all_to_all"])
@@ -249,10 +276,10 @@ def test_errors_name_the_value():
         ExpertSharding(mesh=None, axis="data", batch_axes=("data",), exchange="ring")
     ops = ExpertOps(activation="relu2", dtype=jnp.float32)
     run = functools.partial(sharded_experts, _sharding("allgather", 3), ops)
-    with pytest.raises(ValueError, match="num_experts is 8"):
+    with pytest.raises(ValueError, match=r"num_experts is 8.*or expert_axis"):
         jax.eval_shape(run, *_shapes(batch=3))
     run = functools.partial(sharded_experts, _sharding("allgather"), ops)
-    with pytest.raises(ValueError, match="batch rows is 3"):
+    with pytest.raises(ValueError, match=r"batch rows is 3.*number of rows"):
         jax.eval_shape(run, *_shapes(batch=3))
 
 
