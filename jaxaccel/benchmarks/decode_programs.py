@@ -341,6 +341,13 @@ def _reader(weights: Weights, step: Settings) -> tuple[Reader, Any]:
         return _copied(graphdef), state
     if step.layers != "python":
         return _carried(graphdef), state
+    runs = len(weights.config.runs)
+    if runs > 1 or weights.config.engram is not None:
+        raise ValueError(
+            f"a layer loop in Python reads one repeating pattern without a memory, the "
+            f"model has {runs} runs and engram={weights.config.engram}; leave out the "
+            "steps with layers='python'"
+        )
     model = nnx.merge(graphdef, state)
     split = [nnx.split(block) for block in model.layers]
     parts = [part[0] for part in split]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxaccel.config.gin_utils import ConfigError, load_config
 from jaxaccel.decoding.waterfall import STEPS, DecodeBenchConfig, settings
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.describe import describe
+from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from pallas_kernels._common import hw
 from pallas_kernels._common.bench import ROOT, Ceilings
@@ -225,6 +227,15 @@ def test_a_near_tie_is_told_from_a_wrong_token():
     for broken in (np.nan, np.inf, -np.inf):
         logits[1, 1, 3] = broken
         assert decode.compare(expected, logits, tie).gap == np.inf
+
+
+def test_a_loop_in_python_refuses_layers_that_it_would_skip():
+    config = NemotronHConfig.published("nano").decoder()
+    assert len(config.runs) > 1
+    weights = types.SimpleNamespace(config=config, layout=lambda step: (None, None))
+    (step,) = (s for s in settings(tiny()) if s.step == "jit")
+    with pytest.raises(ValueError, match=f"the model has {len(config.runs)} runs"):
+        decode_programs._reader(weights, step)
 
 
 def test_a_step_left_out_changes_nothing_behind_it():
