@@ -233,7 +233,7 @@ def test_a_loop_in_python_refuses_layers_that_it_would_skip():
     config = NemotronHConfig.published("nano").decoder()
     assert len(config.runs) > 1
     weights = types.SimpleNamespace(config=config, layout=lambda step: (None, None))
-    (step,) = (s for s in settings(tiny()) if s.step == "jit")
+    (step,) = (s for s in settings(tiny(), {}) if s.step == "jit")
     with pytest.raises(ValueError, match=f"the model has {len(config.runs)} runs"):
         decode_programs._reader(weights, step)
 
