@@ -107,7 +107,7 @@ def with_gradients(args, is_first, implementation):
 
 def assert_all_close(got, want, names=NAMES):
     for name, a, b in zip(names, got, want, strict=True):
-        assert_close(a, b, rel=LIMITS[name], block_rel=np.inf, name=name)
+        assert_close(a, b, rel=LIMITS[name], name=name)
 
 
 def shapes_of(args):
@@ -395,7 +395,9 @@ def test_rows_are_summarised_for_other_devices(monkeypatch):
         got = jit(passes, static_argnums=6)(*args[:5], do, "mosaic")
     want = passes(*exact(args[:5]), do.astype(jnp.float32), "xla")
     for a, b, name in zip(got, want, ("through", "written", "entry"), strict=True):
-        assert_close(a, b, rel=5e-3, block_rel=np.inf, name=name)
+        # A row of a map does not depend on its others, and its error is of as many
+        # roundings of its own: within twice what the whole one may have.
+        assert_close(a, b, rel=5e-3, block_rel=1e-2, block_axes=(0, 1, 2), name=name)
 
 
 def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
