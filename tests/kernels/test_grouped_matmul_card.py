@@ -67,7 +67,7 @@ def test_layers_on_the_card(name):
     ):
         # One number a row may be small beside the terms that were rounded.
         axes = () if a.ndim == 1 else (0,)
-        assert_close(a, b, name=label, rel=1e-2, block_axes=axes)
+        assert_close(a, b, name=label, rel=4e-3, block_axes=axes)
     for a in (got[0], got[1], got[4]):
         assert not np.any(np.asarray(a)[routed:])
     same = jnp.bool_(True)

@@ -210,7 +210,9 @@ def test_kernels_of_two_layers_keep_experts_apart(
         here = mine if per_row else 1
         assert np.isnan(a[here]).any(), label
         a[here], b[here] = 0, 0
-        assert_close(a, b, name=label, rel=1e-2)
+        # One number a row may be small beside the terms that were rounded.
+        axes = () if a.ndim == 1 else (0,)
+        assert_close(a, b, name=label, rel=4e-3, block_axes=axes)
         assert not np.any(a[ends[-1] :] if per_row else a[2]), label
 
 
@@ -390,7 +392,7 @@ def test_gradients_with_a_bias_and_a_gate(plain_products, monkeypatch):
         return got, run(functools.partial(op, "reference"), exact)
 
     for a, b in zip(*both(x, w, bias, dy), strict=True):
-        assert_close(a, b, rel=1e-2)
+        assert_close(a, b, rel=4e-3)
 
 
 def shapes(rows, experts, d_model, d_ff, activation):
