@@ -28,6 +28,7 @@ from pallas_kernels.grouped_matmul import (
     grouped_matmul,
     weight_gradient,
 )
+from pallas_kernels.grouped_matmul.activation import LIMIT
 from pallas_kernels.sort_dispatch import (
     DispatchPlan,
     combine,
@@ -35,10 +36,6 @@ from pallas_kernels.sort_dispatch import (
     row_weights,
     slot_values,
 )
-
-
-# The bound for which the op has a fused "clamped_swiglu".
-FUSED_LIMIT = 7.0
 
 
 class ExpertWeights(NamedTuple):
@@ -78,7 +75,7 @@ class ExpertOps:
         """The op's name of the activation, `None` if it has none."""
         if self.swiglu_limit is None:
             return self.activation
-        return "clamped_swiglu" if self.swiglu_limit == FUSED_LIMIT else None
+        return "clamped_swiglu" if self.swiglu_limit == LIMIT else None
 
     def permute(self, x: jax.Array, plan: DispatchPlan) -> jax.Array:
         """Copies each token to the rows of its experts."""

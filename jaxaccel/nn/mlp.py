@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxaccel.nn.linear import Linear, fan_in_init
+from pallas_kernels.grouped_matmul.activation import ALPHA
 
 
 ACTIVATIONS = ("swiglu", "relu2")
@@ -116,7 +117,7 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     """
     bounded = jnp.minimum(gate.astype(jnp.float32), limit)
     linear = jnp.clip(up.astype(jnp.float32), -limit, limit)
-    return ((linear + 1) * bounded * jax.nn.sigmoid(1.702 * bounded)).astype(up.dtype)
+    return ((linear + 1) * bounded * jax.nn.sigmoid(ALPHA * bounded)).astype(up.dtype)
 
 
 def relu2(up: jax.Array) -> jax.Array:

@@ -11,6 +11,11 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul.config_mosaic import ALIGN
 
 
+# (ends of groups, indices) -> the group of each index. Unrolled: a loop would be
+# several launches for each of its dozen steps.
+owner_of = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
+
+
 class Column(enum.IntEnum):
     """Columns of the table of `row_tiles`, in its order.
 
@@ -56,7 +61,7 @@ def row_tiles(
     starts, ends, tiles = _groups(group_sizes, rows, block_m)
     tile_ends = jnp.cumsum(tiles)
     length = table_length(rows, group_sizes.shape[0], block_m)
-    group = _search(tile_ends, jnp.arange(length, dtype=jnp.int32))
+    group = owner_of(tile_ends, jnp.arange(length, dtype=jnp.int32))
     group = jnp.minimum(group, ends.shape[0] - 1).astype(jnp.int32)
     columns = {
         Column.EXPERT: group,
@@ -91,11 +96,7 @@ def place_in_tiles(
 def owners(group_sizes: jax.Array, rows: int) -> jax.Array:
     """The expert of each row, E for a row of none; i32[M]."""
     row = jnp.arange(rows, dtype=jnp.int32)
-    return _search(jnp.cumsum(group_sizes), row).astype(jnp.int32)
-
-
-# Unrolled: a loop would be a dozen launches.
-_search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
+    return owner_of(jnp.cumsum(group_sizes), row).astype(jnp.int32)
 
 
 def _groups(

@@ -15,6 +15,7 @@ from pallas_kernels.grouped_matmul.activation import (
     pull_back,
 )
 from pallas_kernels.grouped_matmul.config import Config
+from pallas_kernels.grouped_matmul.tasks import owner_of
 
 
 class _Tasks(NamedTuple):
@@ -29,10 +30,6 @@ class _Tasks(NamedTuple):
     task: jax.Array
     place: jax.Array
     routed: jax.Array
-
-
-# A loop would be several launches for each of its dozen steps.
-_search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -52,12 +49,12 @@ def _tasks(group_sizes: jax.Array, rows: int, config: Config) -> _Tasks:
     length = tiles + experts - 1
     length = _round_up(length, min(config.slab, length))
     index = jnp.arange(length, dtype=jnp.int32)
-    expert = _search(task_ends, index).astype(jnp.int32)
+    expert = owner_of(task_ends, index).astype(jnp.int32)
     used = expert < experts
     expert = jnp.minimum(expert, experts - 1)
     tile = jnp.where(used, first[expert] + index - task_starts[expert], 0)
     row = jnp.arange(rows, dtype=jnp.int32)
-    owner = _search(ends, row).astype(jnp.int32)
+    owner = owner_of(ends, row).astype(jnp.int32)
     routed = owner < experts
     owner = jnp.minimum(owner, experts - 1)
     task = task_starts[owner] + row // config.tile - first[owner]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxaccel.nn.experts import (
-    FUSED_LIMIT,
     ExpertOps,
     ExpertWeights,
     routed_experts,
 )
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.activation import LIMIT
 from pallas_kernels.sort_dispatch import combine, permute, sort_dispatch
 
 
@@ -80,7 +80,7 @@ def dense(ops, h, weights, ids, experts):
 
 def test_gradients_are_those_of_the_sum_over_all_experts():
     """Of gpt-oss's experts, the ones with most parts; relu^2 is in test_moe.py."""
-    ops = ExpertOps(activation="swiglu", dtype=jnp.float32, swiglu_limit=FUSED_LIMIT)
+    ops = ExpertOps(activation="swiglu", dtype=jnp.float32, swiglu_limit=LIMIT)
     h, weights, ids, experts = arguments("swiglu", biases=True)
     h = 4 * h  # some gates are beyond the bound
 
