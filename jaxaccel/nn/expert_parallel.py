@@ -13,6 +13,24 @@ D (the latent's where there is one):
 
 Sums over the tokens of all devices stand in their owner's order, so either way gives
 one device's result up to rounding.
+
+A device with less room than rows, see `MoEConfig.expert_capacity`, drops the last ones,
+and which are last depends on the exchange. Rows are sorted by expert, then by token:
+
+- "allgather" sorts those of all senders together. The device's experts of the highest
+  numbers lose rows first, each its latest tokens, whoever sent them.
+- Where rows are sent, those of each sender are sorted, one sender's behind another's.
+  The last devices of the axis lose all rows first; of the sender at which room ends,
+  the receiver's experts of the highest numbers do.
+
+So full devices starve the same experts, or the same senders, step after step, and the
+exchanges agree on how many rows are dropped, not on which. A capacity that is seldom
+reached is what it is for; balance comes from the router's bias or losses.
+
+Parameters do not rest where they are used: `core.sharding` cuts experts by width over
+"fsdp" and "tensor", as it does every matrix, and the exchange asks for whole experts.
+XLA moves them on every pass, and their gradients back: at most a device's part of the
+experts each time, which a log line tells.
 """
 
 from __future__ import annotations
@@ -176,6 +194,16 @@ def choose_exchange(
 
 
 @functools.cache
+def _announce_parameters(devices: int, size: int) -> None:
+    _log.info(
+        "experts on %d devices: %.3f MB of parameters on each, of which up to all are "
+        "fetched in a forward pass",
+        devices,
+        size / 1e6,
+    )
+
+
+@functools.cache
 def say_indivisible(rows: int, parts: int) -> None:
     """Says once that so many rows are computed without an exchange."""
     _log.info(
@@ -241,6 +269,8 @@ def sharded_experts(
         sharding.row_parts,
         advice="choose another mesh or another number of rows",
     )
+    parameters = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(experts))
+    _announce_parameters(sharding.devices, parameters // sharding.devices)
     batch, time, width = h.shape
     exchange = choose_exchange(
         sharding,

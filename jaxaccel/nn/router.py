@@ -70,7 +70,10 @@ class MoEConfig:
         `jaxaccel.nn.expert_parallel`, also for the next two.
       expert_exchange: how tokens get there, one of `EXCHANGES`.
       expert_capacity: rows that a device has room for, as a multiple of an even
-        share; what does not fit is dropped and reported. 0 drops nothing.
+        share; what does not fit is dropped and reported. 0 drops nothing. Dropped are
+        the last rows of a device: with "allgather" those of its experts of the highest
+        numbers, latest tokens first; with the others those of the last devices of the
+        axis, of each the experts of the highest numbers first.
     """
 
     num_experts: int
