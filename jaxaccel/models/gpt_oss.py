@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.hf_config import (
     HFConfig,
-    differences,
+    check_kept,
     shortest_period,
     stored_layer_types,
 )
@@ -354,9 +354,7 @@ class GptOssConfig:
             remat_policy=config.remat_policy,
             implementation=config.implementation,
         )
-        lost = differences(found.decoder(), config)
-        if lost:
-            raise ValueError(f"a {cls.MODEL_TYPE} checkpoint cannot say {lost}")
+        check_kept(cls.MODEL_TYPE, found.decoder(), config)
         return found
 
     def name_table(self) -> NameTable:

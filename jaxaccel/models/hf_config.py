@@ -307,6 +307,20 @@ def differences(kept: Any, wanted: Any) -> list[str]:
     return found
 
 
+def check_kept(family: str, kept: Any, wanted: Any) -> None:
+    """Refuses a model that a family's config.json cannot describe.
+
+    Args:
+      family: its model type.
+      kept, wanted: as for `differences`.
+
+    Raises:
+      ValueError: naming what would be lost.
+    """
+    if lost := differences(kept, wanted):
+        raise ValueError(f"a {family} checkpoint cannot say {lost}")
+
+
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
     """The shortest pattern that repeats to exactly `kinds`."""
     count = len(kinds)

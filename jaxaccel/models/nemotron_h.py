@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxaccel.models.config import DecoderConfig
-from jaxaccel.models.hf_config import HFConfig, differences
+from jaxaccel.models.hf_config import HFConfig, check_kept
 from jaxaccel.models.hybrid_pattern import SYMBOLS, HybridPattern
 from jaxaccel.models.names import NameTable
 from jaxaccel.models.nemotron_h_names import name_table
@@ -517,9 +517,7 @@ class NemotronHConfig:
             remat_policy=config.remat_policy,
             implementation=config.implementation,
         )
-        lost = differences(found.decoder(), config)
-        if lost:
-            raise ValueError(f"a {cls.MODEL_TYPE} checkpoint cannot say {lost}")
+        check_kept(cls.MODEL_TYPE, found.decoder(), config)
         return found
 
     def name_table(self) -> NameTable:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.hf_config import (
     HFConfig,
-    differences,
+    check_kept,
     shortest_period,
     stored_layer_types,
 )
@@ -203,9 +203,7 @@ class QwenHybridConfig(abc.ABC):
             implementation=config.implementation,
             **cls._mlp_fields(config.mlp),
         )
-        lost = differences(found.decoder(), config)
-        if lost:
-            raise ValueError(f"a {cls.MODEL_TYPE} checkpoint cannot say {lost}")
+        check_kept(cls.MODEL_TYPE, found.decoder(), config)
         return found
 
     @classmethod

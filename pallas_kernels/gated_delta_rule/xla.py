@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import chunked
 from pallas_kernels.gated_delta_rule.config import Config
 from pallas_kernels.gated_delta_rule.inverse import unit_lower_inverse
 from pallas_kernels.gated_delta_rule.segments import Summary
@@ -60,18 +61,6 @@ class _Saved(NamedTuple):
     written: jax.Array
 
 
-def _product(subscripts: str, *operands: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Product of operands rounded to `dtype`, accumulated in f32."""
-    # Without HIGHEST a GPU multiplies f32 operands as tf32.
-    exact = dtype == jnp.float32
-    return jnp.einsum(
-        subscripts,
-        *(x.astype(dtype) for x in operands),
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
-    )
-
-
 def _decay(x: _Chunks) -> _Decay:
     # The barrier keeps XLA from fusing the running sum into each [C, C] array.
     run = jnp.cumsum(x.first.astype(jnp.int32), axis=-1)  # [n, B, C]
@@ -83,7 +72,7 @@ def _decay(x: _Chunks) -> _Decay:
     # on, so the floor changes no result but keeps the sums below precise.
     g = jnp.where(x.first[:, :, None, None, :], 0.0, jnp.maximum(x.g, -110.0))
     # Sums restart with each document: what came before can't blur them.
-    total = _product(
+    total = chunked.product(
         "nbhrj,nbij->nbhri", g, same.astype(jnp.float32), dtype=jnp.dtype(jnp.float32)
     )
     same_all = same[:, :, None, None]
@@ -125,7 +114,7 @@ def _solve(x: _Chunks, state: jax.Array, decay: _Decay) -> tuple[jax.Array, _Sav
       (the state after the last chunk, what was computed on the way).
     """
     dtype = x.v.dtype
-    product = functools.partial(_product, dtype=dtype)
+    product = functools.partial(chunked.product, dtype=dtype)
     kk = product("nbhik,nbhjk->nbhij", x.k, x.k)
     inverse = _inverse(x, decay, kk)
     weights = inverse * decay.within * x.beta[..., None, :]  # [n, B, Hk, R, i, j]
@@ -152,7 +141,7 @@ def _solve(x: _Chunks, state: jax.Array, decay: _Decay) -> tuple[jax.Array, _Sav
 def _forward_group(
     scale: float, x: _Chunks, state: jax.Array
 ) -> tuple[jax.Array, jax.Array, _Saved]:
-    product = functools.partial(_product, dtype=x.v.dtype)
+    product = functools.partial(chunked.product, dtype=x.v.dtype)
     decay = _decay(x)
     state, saved = _solve(x, state, decay)
     qk = product("nbhik,nbhjk->nbhij", x.q, x.k)
@@ -199,7 +188,7 @@ def _reverse(
       (that of the state before the first chunk, what was computed on the way).
     """
     dtype = do.dtype
-    product = functools.partial(_product, dtype=dtype)
+    product = functools.partial(chunked.product, dtype=dtype)
     qk = product("nbhik,nbhjk->nbhij", x.q, x.k)[:, :, :, None]
     scores = scale * qk * decay.within  # P
     weights = inverse.astype(jnp.float32) * decay.within * x.beta[..., None, :]
@@ -239,7 +228,7 @@ def _backward_group(
 ) -> tuple[_Chunks, jax.Array]:
     """Gradients of `_forward_group`; the letters in comments are README.md's."""
     dtype = x.v.dtype
-    product = functools.partial(_product, dtype=dtype)
+    product = functools.partial(chunked.product, dtype=dtype)
     inverse = saved.inverse.astype(jnp.float32)
     kk = product("nbhik,nbhjk->nbhij", x.k, x.k)[:, :, :, None]
     qk = product("nbhik,nbhjk->nbhij", x.q, x.k)[:, :, :, None]
@@ -295,7 +284,7 @@ def _backward_group(
     at_exit = jnp.sum(leaving, axis=-1) + decay.across * kept
     d_total = d_total.at[..., -1].add(at_exit)
     # Sums stop at the document's end: an earlier document gets exact zeros.
-    dg = _product(
+    dg = chunked.product(
         "nbhri,nbij->nbhrj",
         d_total,
         decay.same.astype(jnp.float32),
@@ -314,26 +303,6 @@ def _backward_group(
     return gradients, d_state
 
 
-def _to_chunks(config: Config, groups: int, x: jax.Array, heads: int) -> jax.Array:
-    """[B, T, H, ...] to [groups, n, B, Hk, R, C, ...]; no R axis if heads is 0."""
-    batch, _, *rest = x.shape
-    shape = (batch, groups, config.group, config.chunk)
-    if not rest:
-        return jnp.moveaxis(x.reshape(shape), 0, 2)
-    if heads == 0:
-        x = x.reshape(*shape, *rest)
-        return jnp.transpose(x, (1, 2, 0, 4, 3, *range(5, x.ndim)))
-    x = x.reshape(*shape, heads, rest[0] // heads, *rest[1:])
-    return jnp.transpose(x, (1, 2, 0, 4, 5, 3, *range(6, x.ndim)))
-
-
-def _to_tokens(x: jax.Array) -> jax.Array:
-    """[groups, n, B, Hk, R, C, V] back to [B, T, Hv, V]."""
-    groups, count, batch, key_heads, group, size, dim = x.shape
-    x = jnp.transpose(x, (2, 0, 1, 5, 3, 4, 6))
-    return x.reshape(batch, groups * count * size, key_heads * group, dim)
-
-
 def _by_key_head(state: jax.Array, key_heads: int) -> jax.Array:
     """[B, Hv, V, K] to [B, Hk, R, V, K]."""
     batch, value_heads, *rest = state.shape
@@ -342,15 +311,11 @@ def _by_key_head(state: jax.Array, key_heads: int) -> jax.Array:
 
 def _split_chunks(config: Config, q, k, v, g, beta, is_first) -> _Chunks:
     """The inputs in groups of chunks, padded to whole groups."""
-    time, key_heads = k.shape[1:3]
-    groups = max(1, -(-time // (config.chunk * config.group)))
-    padding = groups * config.group * config.chunk - time
-
-    def chunks(x: jax.Array, heads: int) -> jax.Array:
-        # Zeros in g and beta leave the state as it is.
-        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return _to_chunks(config, groups, x, heads)
-
+    key_heads = k.shape[2]
+    # Padding has zeros in g and beta, which leave the state as it is.
+    chunks = functools.partial(
+        chunked.to_chunks, chunk=config.chunk, group=config.group
+    )
     return _Chunks(
         q=chunks(q, 0),
         k=chunks(k, 0),
@@ -422,7 +387,7 @@ def gated_delta_rule(
     x = _split_chunks(config, q, k, v, g, beta, is_first)
     state = _by_key_head(initial_state, k.shape[2])
     o, state = _rule(config, scale, x, state)
-    return _to_tokens(o)[:, : q.shape[1]], state.reshape(initial_state.shape)
+    return chunked.to_tokens(o)[:, : q.shape[1]], state.reshape(initial_state.shape)
 
 
 def summaries(
@@ -492,7 +457,7 @@ def entry_gradients(
 
     def group(d_state, x):
         decay = _decay(x)
-        kk = _product("nbhik,nbhjk->nbhij", x.k, x.k, dtype=do.dtype)
+        kk = chunked.product("nbhik,nbhjk->nbhij", x.k, x.k, dtype=do.dtype)
         inverse = _inverse(x, decay, kk).astype(do.dtype)
         return _reverse(scale, x, inverse, decay, x.v, d_state)[0], None
 

@@ -6,11 +6,13 @@ group, i and j tokens of a chunk (i the later one).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import chunked
 from pallas_kernels.ssd.config import Config
 
 
@@ -40,18 +42,6 @@ class _Decay(NamedTuple):
     enter: jax.Array
     leave: jax.Array
     across: jax.Array
-
-
-def _product(subscripts: str, *operands: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Product of operands rounded to `dtype`, accumulated in f32."""
-    # Without HIGHEST a GPU multiplies f32 operands as tf32.
-    exact = dtype == jnp.float32
-    return jnp.einsum(
-        subscripts,
-        *(x.astype(dtype) for x in operands),
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
-    )
 
 
 def _decay(g: jax.Array, first: jax.Array) -> _Decay:
@@ -86,32 +76,19 @@ def _group(a: jax.Array, state: jax.Array, x: _Chunks) -> tuple[jax.Array, jax.A
     """
     dtype = x.x.dtype
     decay = _decay(x.dt * a[None, None, :, :, None], x.first)
-    cb = _product("nbgik,nbgjk->nbgij", x.c, x.b, dtype=dtype)
+    cb = chunked.product("nbgik,nbgjk->nbgij", x.c, x.b, dtype=dtype)
     scores = cb[:, :, :, None] * decay.within * x.dt[..., None, :]
-    y = _product("nbgrij,nbgrjv->nbgriv", scores, x.x, dtype=dtype)
+    y = chunked.product("nbgrij,nbgrjv->nbgriv", scores, x.x, dtype=dtype)
     left = (decay.leave * x.dt)[..., None] * x.x.astype(jnp.float32)
-    written = _product("nbgrjv,nbgjk->nbgrvk", left, x.b, dtype=dtype)
+    written = chunked.product("nbgrjv,nbgjk->nbgrvk", left, x.b, dtype=dtype)
 
     def chunk(state, inputs):
         across, written = inputs
         return across[..., None, None] * state + written, state
 
     state, entry = jax.lax.scan(chunk, state, (decay.across, written))
-    from_entry = _product("nbgik,nbgrvk->nbgriv", x.c, entry, dtype=dtype)
+    from_entry = chunked.product("nbgik,nbgrvk->nbgriv", x.c, entry, dtype=dtype)
     return state, y + decay.enter[..., None] * from_entry
-
-
-def _to_chunks(config: Config, groups: int, x: jax.Array, heads: int) -> jax.Array:
-    """[B, T, H, ...] to [groups, n, B, G, R, C, ...]; no R axis if heads is 0."""
-    batch, _, *rest = x.shape
-    shape = (batch, groups, config.group, config.chunk)
-    if not rest:
-        return jnp.moveaxis(x.reshape(shape), 0, 2)
-    if heads == 0:
-        x = x.reshape(*shape, *rest)
-        return jnp.transpose(x, (1, 2, 0, 4, 3, *range(5, x.ndim)))
-    x = x.reshape(*shape, heads, rest[0] // heads, *rest[1:])
-    return jnp.transpose(x, (1, 2, 0, 4, 5, 3, *range(6, x.ndim)))
 
 
 def ssd(
@@ -126,16 +103,12 @@ def ssd(
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """Chunked form; arguments and results as in `reference.ssd`."""
-    batch, time, heads, dim = x.shape
+    batch, time, _, dim = x.shape
     num_groups = b.shape[2]
-    groups = max(1, -(-time // (config.chunk * config.group)))
-    padding = groups * config.group * config.chunk - time
-
-    def chunks(x: jax.Array, heads: int) -> jax.Array:
-        # A step of zero leaves the state as it is.
-        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return _to_chunks(config, groups, x, heads)
-
+    # Padding is a step of zero, which leaves the state as it is.
+    chunks = functools.partial(
+        chunked.to_chunks, chunk=config.chunk, group=config.group
+    )
     inputs = _Chunks(
         x=chunks(x, num_groups),
         dt=chunks(dt, num_groups),
@@ -149,13 +122,11 @@ def ssd(
     def group(state, x):
         return _group(by_group, state, x)
 
-    if groups > 1:
+    if len(inputs.dt) > 1:
         # One state a group is kept for the gradient, and the group computed again.
         again = jax.checkpoint(group, prevent_cse=False)
         state, y = jax.lax.scan(again, state, inputs)
     else:
         state, y = group(state, jax.tree.map(lambda leaf: leaf[0], inputs))
         y = y[None]
-    y = jnp.transpose(y, (2, 0, 1, 5, 3, 4, 6))
-    y = y.reshape(batch, groups * config.group * config.chunk, heads, dim)
-    return y[:, :time], state.reshape(initial_state.shape)
+    return chunked.to_tokens(y)[:, :time], state.reshape(initial_state.shape)
