@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._common import bench, timing, tuning
+from pallas_kernels._common import bench, trial, tuning
 from pallas_kernels.causal_conv1d import config, kernel, mosaic, specs, tables, xla
 
 
@@ -77,30 +77,6 @@ def _tilings(spec: specs.Spec, direction: str) -> Iterator[config.Config]:
             yield tiling
 
 
-def _measured(
-    make: Callable[..., Any], tiling: config.Config, args: Sequence[Any], want: Any
-) -> float | None:
-    """Milliseconds of one tiling, `None` if it cannot run or its result is wrong."""
-    try:
-        fn = jax.jit(functools.partial(make, tiling)).lower(*args).compile()
-        with timing.alone():
-            got = fn(*args)
-            for index, (a, b) in enumerate(
-                zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-            ):
-                # On the device, as the host takes longer for these than the tuning.
-                name = f"result {index}"
-                rel = 1e-2  # both are rounded, and sums have another order
-                bench.assert_close_on_device(a, b, rel=rel, name=name, whole=True)
-            del got
-            ms = timing.measure(fn, tuple(args), cold=False)[0].ms
-    except (AssertionError, RuntimeError, ValueError) as error:
-        print(f"  {tiling}: {str(error).splitlines()[0]}", flush=True)
-        return None
-    print(f"  {ms:9.4f} ms  {tiling}", flush=True)
-    return ms
-
-
 def tune(
     spec: specs.Spec, directions: Sequence[str] = ("fwd", "bwd")
 ) -> dict[str, dict[str, Any]]:
@@ -124,7 +100,9 @@ def tune(
         times: dict[config.Config, float] = {}
 
         def add(tiling, make=make, want=want, times=times):
-            if (ms := _measured(make, tiling, args, want)) is not None:
+            fn = functools.partial(make, tiling)
+            ms = trial.milliseconds(tiling, fn, args, want, whole=True)
+            if ms is not None:
                 times[tiling] = ms
 
         for tiling in _tilings(spec, direction):

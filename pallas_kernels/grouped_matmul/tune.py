@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._common import bench, timing, tuning
+from pallas_kernels._common import bench, trial, tuning
 from pallas_kernels.grouped_matmul import api, config_mosaic, mosaic, specs
 from pallas_kernels.grouped_matmul.config_mosaic import Config, Tile
 
@@ -48,17 +48,8 @@ def _measured(
 ) -> float | None:
     """Milliseconds of one tile, `None` if it cannot run or its result is wrong."""
     config = dataclasses.replace(Config(), **{product: tile})
-    try:
-        fn = jax.jit(functools.partial(_one, product, config)).lower(*args).compile()
-        with timing.alone():
-            # Both are rounded, and sums have another order.
-            bench.assert_close_on_device(fn(*args), want, rel=1e-2, name=product)
-            ms = timing.measure(fn, args, cold=False)[0].ms
-    except (AssertionError, RuntimeError, ValueError) as error:
-        print(f"  {tile}: {str(error).splitlines()[0]}", flush=True)
-        return None
-    print(f"  {ms:9.4f} ms  {tile}", flush=True)
-    return ms
+    fn = functools.partial(_one, product, config)
+    return trial.milliseconds(tile, fn, args, want)
 
 
 def _variants(best: Tile, product: str) -> Iterator[Tile]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._common import bench, timing, tuning
+from pallas_kernels._common import bench, trial, tuning
 from pallas_kernels.grouped_matmul import (
     config_fused,
     mosaic_fused,
@@ -30,24 +30,6 @@ from pallas_kernels.grouped_matmul.activation import parts_of
 from pallas_kernels.grouped_matmul.config_mosaic import Tile, table_key
 
 
-def _measured(
-    tile: Tile, one: Callable[..., Any], args: tuple[Any, ...], want: Any
-) -> float | None:
-    """Milliseconds of one tile, `None` if it cannot run or its result is wrong."""
-    fn = jax.jit(functools.partial(one, tile))
-    try:
-        for a, b in zip(jax.tree.leaves(fn(*args)), jax.tree.leaves(want), strict=True):
-            # Both are rounded, and sums have another order.
-            bench.assert_close_on_device(a, b, rel=1e-2, name="result")
-        with timing.alone():
-            ms = timing.measure(fn, args, cold=False)[0].ms
-    except (AssertionError, RuntimeError, ValueError) as error:
-        print(f"  {tile}: {str(error).splitlines()[0]}", flush=True)
-        return None
-    print(f"  {ms:9.4f} ms  {tile}", flush=True)
-    return ms
-
-
 def _best(
     tiles: Iterable[Tile], one: Callable[..., Any], args: tuple[Any, ...], want: Any
 ) -> dict[str, Any] | None:
@@ -55,7 +37,8 @@ def _best(
     times = {
         t: ms
         for t in dict.fromkeys(tiles)
-        if (ms := _measured(t, one, args, want)) is not None
+        if (ms := trial.milliseconds(t, functools.partial(one, t), args, want))
+        is not None
     }
     if not times:
         return None
