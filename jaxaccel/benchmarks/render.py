@@ -79,8 +79,9 @@ def _train_step(rows: Rows) -> str:
     ours = next(row for row in rows if row["implementation"] == "jaxaccel")
     if ours["ms"] is None:
         return ours["note"]
+    products = ours["runs"]["grouped_matmul"].split()[0]
     return (
-        f"{ours['parameters'] / 1e6:.0f} M parameters: {ours['tokens_per_s']:,.0f} "
+        f"grouped products on `{products}`, {ours['parameters'] / 1e6:.0f} M parameters: {ours['tokens_per_s']:,.0f} "
         f"tokens/s, {ours['tflops']:.0f} TFLOP/s, {ours['peak_gib']:.0f} GiB, host "
         f"dispatch {ours['host_dispatch_ms']:.2f} ms; {ours['ratio']:.3f} of the time "
         "of plain JAX"
