@@ -81,7 +81,8 @@ def _train_step(rows: Rows) -> str:
         return ours["note"]
     products = ours["runs"]["grouped_matmul"].split()[0]
     return (
-        f"grouped products on `{products}`, {ours['parameters'] / 1e6:.0f} M parameters: {ours['tokens_per_s']:,.0f} "
+        f"grouped products on `{products}`, "
+        f"{ours['parameters'] / 1e6:.0f} M parameters: {ours['tokens_per_s']:,.0f} "
         f"tokens/s, {ours['tflops']:.0f} TFLOP/s, {ours['peak_gib']:.0f} GiB, host "
         f"dispatch {ours['host_dispatch_ms']:.2f} ms; {ours['ratio']:.3f} of the time "
         "of plain JAX"
