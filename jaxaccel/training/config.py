@@ -38,6 +38,9 @@ class OptimConfig:
         `optim.decay_mask`.
       decay_embeddings: whether the token embedding decays too.
       clip_norm: largest global norm of the gradient; `None` for no clipping.
+      join_below: moments of parameters with fewer elements lie in one vector, whole on
+        every device: each array that a step takes and returns costs host time, and
+        half of a model's arrays are its norms and gates. 0 joins none.
     """
 
     peak_lr: float = 3e-4
@@ -51,13 +54,14 @@ class OptimConfig:
     weight_decay: float = 0.1
     decay_embeddings: bool = False
     clip_norm: float | None = 1.0
+    join_below: int = 65536
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {SCHEDULES}")
         for name in ("peak_lr", "eps"):
             _check(self, "> 0", getattr(self, name) > 0, name)
-        for name in ("warmup_steps", "weight_decay"):
+        for name in ("warmup_steps", "weight_decay", "join_below"):
             _check(self, ">= 0", getattr(self, name) >= 0, name)
         for name in ("b1", "b2"):
             _check(self, "0 <= x < 1", 0.0 <= getattr(self, name) < 1.0, name)

@@ -105,7 +105,8 @@ def make_optimizer(config: OptimConfig, num_steps: int) -> optax.GradientTransfo
     parts = []
     if config.clip_norm is not None:
         parts.append(optax.clip_by_global_norm(config.clip_norm))
-    parts.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps))
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    parts.append(_join_moments(adam, config.join_below))
     if config.weight_decay:
 
         def mask(params):
@@ -121,6 +122,28 @@ def make_optimizer(config: OptimConfig, num_steps: int) -> optax.GradientTransfo
             return chained.update(updates, state, params)
 
     return optax.GradientTransformation(chained.init, update)
+
+
+def _join_moments(
+    inner: optax.GradientTransformation, below: int
+) -> optax.GradientTransformation:
+    """`inner`, with the state of all parameters of fewer elements in one vector."""
+
+    def split(params):
+        small = jax.tree.map(lambda x: x.size < below, params)
+        if not any(jax.tree.leaves(small)):
+            return inner
+        large = jax.tree.map(lambda joined: not joined, small)
+        return optax.chain(
+            optax.masked(optax.flatten(inner), small), optax.masked(inner, large)
+        )
+
+    def update(updates, state, params=None):
+        return split(updates).update(updates, state, params)
+
+    return optax.GradientTransformation(
+        lambda params: split(params).init(params), update
+    )
 
 
 def move_optimizer_state(state: optax.OptState, space: jax.memory.Space):

@@ -56,7 +56,6 @@ def choose(
         "attention",
         implementation,
         refused,
-        only_named={"mosaic": "no measured row speaks for it yet"},
         config=None if refused else config_mosaic.pick(head_dim=q.shape[3]),
     )
 

@@ -1,5 +1,6 @@
 """Schedules, decay mask and one AdamW step against the formula."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,11 +76,37 @@ def test_first_adamw_step_is_the_formula():
     np.testing.assert_allclose(updates["a/kernel"], -0.1 * (1 + 0.5 * 3), rtol=1e-5)
 
 
+def test_joined_moments_give_the_same_updates_in_fewer_arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "a/kernel": jax.random.normal(keys[0], (4, 4)),
+        "a/scale": jax.random.normal(keys[1], (4,)),
+        "b/scale": jax.random.normal(keys[2], (3,)),
+    }
+    grads = jax.tree.map(jnp.square, params)
+
+    def steps(join_below):
+        optimizer = make_optimizer(OptimConfig(join_below=join_below), 200)
+        state = optimizer.init(params)
+        for scale in (1.0, 0.5):
+            scaled = jax.tree.map(lambda g, s=scale: g * s, grads)
+            updates, state = optimizer.update(scaled, state, params)
+        return updates, [x.shape for x in jax.tree.leaves(state) if x.ndim]
+
+    apart, shapes = steps(0)
+    assert sorted(shapes) == sorted([(4, 4), (4,), (3,)] * 2)
+    for join_below, want in ((8, [(4, 4), (7,)] * 2), (17, [(23,)] * 2)):
+        joined, shapes = steps(join_below)
+        chex.assert_trees_all_close(joined, apart, rtol=1e-6)
+        assert sorted(shapes) == sorted(want)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: OptimConfig(schedule="cosin"), "'cosin'"),
         (lambda: OptimConfig(clip_norm=0.0), "clip_norm is 0.0"),
+        (lambda: OptimConfig(join_below=-1), "join_below is -1"),
         (lambda: learning_rate(OptimConfig(warmup_steps=11), 10), "warmup_steps is 11"),
         (lambda: TrainConfig(accumulation=0), "accumulation is 0"),
         (lambda: TrainConfig(num_steps=0), "num_steps is 0"),
