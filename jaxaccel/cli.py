@@ -327,6 +327,7 @@ def _sampler(sample: SampleConfig):
             max_new_tokens=sample.max_new_tokens,
             sampling=sample.sampling,
             seed=sample.seed,
+            cache=sample.cache,
         )
         return [p + text for p, text in zip(sample.prompts, texts, strict=True)]
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccel.cache.dense import KVCache
+from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.recurrent import RecurrentCache
 
 
-LayerCache = KVCache | RecurrentCache
+LayerCache = KVCache | RecurrentCache | PolicyCache
 
 
 @jax.tree_util.register_dataclass
@@ -43,16 +44,21 @@ class DecoderCache:
             mask = rows.reshape((1, -1) + (1,) * (leaf.ndim - 2))
             return jnp.where(mask, jnp.asarray(empty, leaf.dtype), leaf)
 
-        layers = tuple(
-            KVCache(
-                k=clear(layer.k, 0),
-                v=clear(layer.v, 0),
-                positions=clear(layer.positions, -1),
+        def cleared(layer):
+            if isinstance(layer, PolicyCache):
+                return layer.reset(rows)
+            if isinstance(layer, KVCache):
+                return KVCache(
+                    k=clear(layer.k, 0),
+                    v=clear(layer.v, 0),
+                    positions=clear(layer.positions, -1),
+                )
+            return RecurrentCache(
+                conv=clear(layer.conv, 0), state=clear(layer.state, 0)
             )
-            if isinstance(layer, KVCache)
-            else RecurrentCache(conv=clear(layer.conv, 0), state=clear(layer.state, 0))
-            for layer in self.layers
-        )
+
         return dataclasses.replace(
-            self, layers=layers, length=jnp.where(rows, 0, self.length)
+            self,
+            layers=tuple(map(cleared, self.layers)),
+            length=jnp.where(rows, 0, self.length),
         )

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import gin
 
+from jaxaccel.cache.plan import CachePlanConfig
 from jaxaccel.data.pipeline import DataConfig
 from jaxaccel.decoding.sampling import SamplingConfig
 from jaxaccel.models.config import DecoderConfig
@@ -35,6 +36,7 @@ class SampleConfig:
       max_new_tokens: length of each continuation.
       sampling: how tokens are drawn.
       seed: of the draws.
+      cache: what the attention layers keep and read; `None` keeps and reads all.
     """
 
     prompts: tuple[str, ...] = ("def", "The")
@@ -43,6 +45,7 @@ class SampleConfig:
         default_factory=lambda: SamplingConfig(temperature=0.8, top_p=0.95)
     )
     seed: int = 0
+    cache: CachePlanConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,9 @@ class Experiment:
 
 # Configurable -> the module it lives in.
 _HOME = {
+    "CachePlanConfig": "jaxaccel.cache.plan",
     "DataConfig": "jaxaccel.data.pipeline",
+    "DenseCacheConfig": "jaxaccel.cache.full",
     "DecodeBenchConfig": "jaxaccel.decoding.waterfall",
     "EngramConfig": "jaxaccel.nn.engram_config",
     "Experiment": __name__,
@@ -80,6 +85,7 @@ _HOME = {
     "SampleConfig": __name__,
     "SamplingConfig": "jaxaccel.decoding.sampling",
     "StdlibSource": "jaxaccel.data.sources",
+    "StreamingCacheConfig": "jaxaccel.cache.streaming",
     "TextFolderSource": "jaxaccel.data.sources",
     "JsonlSource": "jaxaccel.data.sources",
     "InMemorySource": "jaxaccel.data.sources",

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxaccel.cache.plan import CachePlanConfig
+from jaxaccel.decoding.cached import init_cache, read_prompts
 from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.decoding.sampling import SamplingConfig, sample
 
@@ -80,6 +82,7 @@ def generate(
     vocab_limit: int | None = None,
     seed: int | Sequence[int] = 0,
     stream: Callable[[int, int], None] | None = None,
+    cache: CachePlanConfig | None = None,
 ) -> list[list[int]]:
     """Continues each prompt.
 
@@ -97,12 +100,16 @@ def generate(
       seed: one seed, from which each row gets its own by its index, or one seed a
         row. A row's draws depend on its seed and prompt, not on the other rows.
       stream: called with (row, token) for each token as soon as it is there.
+      cache: what the attention layers keep and read, see `jaxaccel.cache`; `None`
+        keeps and reads all.
 
     Returns:
       The new tokens of each row.
 
     Raises:
-      ValueError: an empty prompt, or a token outside the vocabulary, or a bad count.
+      ValueError: an empty prompt, or a token outside the vocabulary, or a bad count,
+        or the cache cannot hold or serve this.
+      NotImplementedError: the cache cannot serve this model, or on this device.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     events = _events(
@@ -114,6 +121,7 @@ def generate(
         vocab_limit=vocab_limit,
         seed=seed,
         tokens_per_call=1 if stream else max_new_tokens,
+        cache=cache,
     )
     for row, token in events:
         rows[row].append(token)
@@ -132,6 +140,7 @@ def generate_stream(
     vocab_limit: int | None = None,
     seed: int | Sequence[int] = 0,
     tokens_per_call: int = 1,
+    cache: CachePlanConfig | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Like `generate`, as an iterator of (row, token).
 
@@ -144,6 +153,7 @@ def generate_stream(
       vocab_limit: likewise.
       seed: likewise.
       tokens_per_call: steps that run on the device before the host hears of them.
+      cache: likewise.
 
     Returns:
       The pairs, by step and then by row.
@@ -157,6 +167,7 @@ def generate_stream(
         vocab_limit=vocab_limit,
         seed=seed,
         tokens_per_call=tokens_per_call,
+        cache=cache,
     )
 
 
@@ -169,6 +180,7 @@ def generate_text(
     sampling: SamplingConfig | None = None,
     seed: int | Sequence[int] = 0,
     stream: Callable[[int, str], None] | None = None,
+    cache: CachePlanConfig | None = None,
 ) -> list[str]:
     """Continues texts, each up to the end-of-document token.
 
@@ -209,6 +221,7 @@ def generate_text(
         vocab_limit=tokenizer.vocab_size,
         seed=seed,
         stream=tell if stream else None,
+        cache=cache,
     )
     texts = [tokenizer.decode(ids) for ids in rows_out]
     if stream:
@@ -228,6 +241,7 @@ def _events(
     vocab_limit: int | None,
     seed: int | Sequence[int],
     tokens_per_call: int,
+    cache: CachePlanConfig | None,
 ) -> Iterator[tuple[int, int]]:
     draw = check_request(
         model,
@@ -240,10 +254,13 @@ def _events(
     if tokens_per_call < 1:
         raise ValueError(f"tokens_per_call={tokens_per_call} is less than 1")
     keys = row_keys(seed, len(prompts))
+    if cache is not None:
+        cache.check_lengths(list(map(len, prompts)), max_new_tokens)
     if not prompts:
         return iter(())
     return _run(
-        model, prompts, max_new_tokens, draw, stop_tokens, keys, tokens_per_call
+        *(model, prompts, max_new_tokens, draw, stop_tokens, keys, tokens_per_call),
+        plan=cache,
     )
 
 
@@ -255,6 +272,7 @@ def _run(
     stop_tokens: Sequence[int],
     keys: jax.Array,
     tokens_per_call: int,
+    plan: CachePlanConfig | None,
 ) -> Iterator[tuple[int, int]]:
     tokens, segments = pad(prompts)
     capacity = bucket(max_new_tokens)
@@ -262,7 +280,10 @@ def _run(
     stops = jnp.asarray([*stop_tokens] or [-1], jnp.int32)
     graphdef, state = nnx.split(model)
     length = bucket(tokens.shape[1] + capacity)
-    carry = _prefill(graphdef, length, capacity, draw, state, tokens, segments, keys)
+    cache = None if plan is None else init_cache(model, plan, len(prompts), length)
+    carry = _prefill(
+        *(graphdef, length, capacity, draw, state, tokens, segments, keys), cache
+    )
     carry = _end_rows(carry, stops)
     told = 0
     while told < max_new_tokens:
@@ -355,14 +376,20 @@ def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, segments
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _prefill(graphdef, length, capacity, draw, state, tokens, segments, keys) -> _Carry:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=8)
+def _prefill(
+    graphdef, length, capacity, draw, state, tokens, segments, keys, cache=None
+) -> _Carry:
     """Reads the prompts and draws the first token of each row."""
     model = nnx.merge(graphdef, state)
     batch = tokens.shape[0]
-    output = model(tokens, segments, cache=model.init_cache(batch, length))
+    if cache is None:
+        output = model(tokens, segments, cache=model.init_cache(batch, length))
+        hidden, cache = output.hidden, output.cache
+    else:
+        hidden, cache = read_prompts(model, tokens, segments, cache)
     end = jnp.sum(segments, axis=1) - 1  # [B]
-    hidden = jnp.take_along_axis(output.hidden, end[:, None, None], axis=1)  # [B, 1, D]
+    hidden = jnp.take_along_axis(hidden, end[:, None, None], axis=1)  # [B, 1, D]
     first = draw(model.unembed(hidden)[:, 0], keys, jnp.int32(0))
     drawn = jnp.full((batch, capacity), -1, jnp.int32).at[:, 0].set(first)
     return _Carry(
@@ -370,7 +397,7 @@ def _prefill(graphdef, length, capacity, draw, state, tokens, segments, keys) ->
         last=first,
         is_done=jnp.zeros((batch,), bool),
         tokens=drawn,
-        cache=output.cache,
+        cache=cache,
     )
 
 

@@ -8,6 +8,7 @@ donated, nothing is copied. The values are the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from flax import nnx
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
+from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.data.batch import PackingMetadata, packing_metadata
 from jaxaccel.nn.engram_memory import Reading
@@ -78,9 +80,9 @@ def scan_layers(
       model: a `Decoder`.
       x: [B, T, D], embedded tokens.
       caches: as in `DecoderCache.layers`.
-      layer: what a layer does with x and its part of the cache, a `KVCacheOfLayer` or
-        a `RecurrentCacheOfLayer`, `None` in a layer without a mixer; it may return
-        `None` for a part that stays.
+      layer: what a layer does with x and its part of the cache, a `KVCacheOfLayer`, a
+        `PolicyCacheOfLayer` or a `RecurrentCacheOfLayer`, `None` in a layer without a
+        mixer; it may return `None` for a part that stays.
       memory: of `begin_reading`; it stands in front of runs.
 
     Returns:
@@ -114,26 +116,53 @@ def _scan_run(
 ) -> tuple[jax.Array, tuple[LayerCache | None, ...], tuple[Any, ...]]:
     """`scan_layers` of one run of layers."""
     parts = [nnx.split(block) for block in blocks]
+    states = tuple(state for _, state in parts)
 
-    def period(carry, sliced):
+    def period(carry, sliced, first=0):
         x, caches = carry
         index, states = sliced
         after, kept = [], []
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
             block = nnx.merge(graphdef, state)
-            part = None if cache is None else layer_part(cache, index)
+            part = None if cache is None else layer_part(cache, index, first)
             x, part, keep = layer(block, x, part)
             after.append(put_part(cache, part))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)
 
-    states = tuple(state for _, state in parts)
-    (x, caches), kept = jax.lax.scan(period, (x, caches), (jnp.arange(repeats), states))
-    return x, caches, kept
+    ends = {end for c in caches if isinstance(c, PolicyCache) for end in c.ends}
+    cuts = sorted({0, repeats, *ends})
+    if len(cuts) == 2:
+        sliced = (jnp.arange(repeats), states)
+        (x, caches), kept = jax.lax.scan(period, (x, caches), sliced)
+        return x, caches, kept
+    # Layers with different caches are different programs; their parameters stay in one
+    # array, of which a slice would be a copy.
+    carry, kept = (x, caches), []
+    for first, end in itertools.pairwise(cuts):
+
+        def indexed(carry, index, first=first):
+            own = jax.tree.map(
+                lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), states
+            )
+            return period(carry, (index, own), first)
+
+        carry, keep = jax.lax.scan(indexed, carry, jnp.arange(first, end))
+        kept.append(keep)
+    kept = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *kept)
+    return *carry, kept
 
 
-def layer_part(cache: LayerCache, index: jax.Array) -> Any:
-    """One layer's part of the cache of its position, as `scan_layers` hands it out."""
+def layer_part(cache: LayerCache, index: jax.Array, first: int = 0) -> Any:
+    """One layer's part of the cache of its position, as `scan_layers` hands it out.
+
+    Args:
+      cache: of the position.
+      index: i32[], the layer.
+      first: where a `PolicyCache` has several policies, a layer with the same one.
+    """
+    if isinstance(cache, PolicyCache):
+        return cache.layer(index, first)
     if isinstance(cache, KVCache):
         return KVCacheOfLayer(stacked=cache, index=index)
     return RecurrentCacheOfLayer(stacked=cache, index=index)

@@ -12,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
+from jaxaccel.cache.layer_state import AttentionSpec, Tokens
+from jaxaccel.cache.plan import PolicyCacheOfLayer
 from jaxaccel.data.batch import AttentionTiles, PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
@@ -73,6 +75,17 @@ class AttentionConfig:
             )
         if self.rope is not None:
             self.rope.rotary_dim(self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """A rotary embedding as a function of (x, positions) that can be hashed."""
+
+    rope: RopeConfig
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[B, T, H, K] at positions i32[B, T], rotated."""
+        return apply_rope(x, positions, self.rope)
 
 
 @jax.tree_util.register_dataclass
@@ -196,19 +209,34 @@ class Attention(nnx.Module):
             dtype,
         )
 
+    @property
+    def cache_spec(self) -> AttentionSpec:
+        """What a cache of `jaxaccel.cache.plan` must know of the layer."""
+        config = self.config
+        scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        return AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=scale,
+            logit_cap=config.logit_cap,
+            rotate=None if config.rope is None else Rotation(config.rope),
+        )
+
     def __call__(
         self,
         x: jax.Array,
         meta: PackingMetadata,
-        cache: KVCache | KVCacheOfLayer | None = None,
+        cache: Any = None,
         length: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | KVCacheOfLayer | None]:
+    ) -> tuple[jax.Array, Any]:
         """Mixes along time.
 
         Args:
           x: [B, T, D].
           meta: documents and positions.
-          cache: keys and values of earlier calls; each row is one document then.
+          cache: keys and values of earlier calls, a `KVCache`, `KVCacheOfLayer` or
+            `PolicyCacheOfLayer`; each row is one document then.
           length: i32[B], tokens in the cache; required with it.
 
         Returns:
@@ -229,9 +257,19 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(kv_heads)  # [B, T, G, K]
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        q_pre, k_pre = q, k
         if config.rope is not None:
             q = apply_rope(q, meta.positions, config.rope)
             k = apply_rope(k, meta.positions, config.rope)
+        if isinstance(cache, PolicyCacheOfLayer):
+            tokens = Tokens(
+                **{"q_pre": q_pre, "k_pre": k_pre, "q": q, "k": k, "v": v},
+                positions=meta.positions,
+                is_real=meta.is_real,
+                sinks=self.sinks[...] if config.sinks else None,
+            )
+            o, cache = cache.mix(tokens, self.cache_spec, self.implementation)
+            return self._project(x, o), cache
         q = checkpoint_name(q, "attention_q")
         k = checkpoint_name(k, "attention_k")
         v = checkpoint_name(v, "attention_v")
@@ -270,11 +308,15 @@ class Attention(nnx.Module):
             implementation=implementation,
             **where,
         )  # [B, T, H, K]
-        o = checkpoint_name(o, "attention_out").reshape(batch, time, -1)
-        if config.output_gate:
+        return self._project(x, o), cache
+
+    def _project(self, x: jax.Array, o: jax.Array) -> jax.Array:
+        """The heads' outputs [B, T, H, K], gated by x, as [B, T, D]."""
+        o = checkpoint_name(o, "attention_out").reshape(*x.shape[:2], -1)
+        if self.config.output_gate:
             gate = jax.nn.sigmoid(self.gate_proj(x, out_dtype=jnp.float32))
             o = (o.astype(jnp.float32) * gate).astype(self.dtype)
-        return self.o_proj(o), cache
+        return self.o_proj(o)
 
     def verify(
         self,

@@ -1,0 +1,141 @@
+"""Generating with planned caches: any decoder, mixed per layer, from gin."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxaccel.cache.decoder import DecoderCache
+from jaxaccel.cache.full import DenseCacheConfig
+from jaxaccel.cache.plan import CachePlanConfig, PolicyCache
+from jaxaccel.cache.streaming import StreamingCacheConfig
+from jaxaccel.decoding import cached
+from jaxaccel.decoding import generate as generate_lib
+from jaxaccel.decoding.generate import generate
+from jaxaccel.decoding.layer_loop import read_tokens
+from jaxaccel.decoding.sampling import SamplingConfig
+from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
+
+
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPTS = [[5, 3, 8], [1], [7, 7, 2, 9, 4, 11, 6, 100], [12, 13, 14, 15, 16]]
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model(random_model):
+    """Gated attention between recurrent layers; layers 1 and 3 attend."""
+    config = Qwen3_5TextConfig.tiny(pattern=("gdn", "attention"), num_layers=4)
+    return random_model(config.decoder())
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return generate(model, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
+
+
+def test_a_dense_plan_gives_the_tokens_of_no_plan(model, plain):
+    plan = CachePlanConfig()
+    options = {"max_new_tokens": NEW, "sampling": GREEDY, "cache": plan}
+    assert generate(model, PROMPTS, **options) == plain
+    assert generate(model, PROMPTS, **options, stream=lambda *_: None) == plain
+
+
+def test_layers_may_differ(model, plain):
+    long = StreamingCacheConfig(num_sinks=2, window=62)
+    plan = CachePlanConfig(layers=((-1, long),))
+    options = {"max_new_tokens": NEW, "sampling": GREEDY}
+    assert generate(model, PROMPTS, **options, cache=plan) == plain
+    # Layer 3 of a plan whose layer 1 forgets sees what it says.
+    short = StreamingCacheConfig(num_sinks=0, window=1)
+    plan = CachePlanConfig(policy=short, layers=((3, long),))
+    other = CachePlanConfig(policy=long, layers=((3, short),))
+    first, second = (
+        generate(model, PROMPTS, **options, cache=p) for p in (plan, other)
+    )
+    assert len({str(first), str(second), str(plain)}) == 3
+
+
+def test_states_have_the_shapes_of_their_policies(model):
+    plan = CachePlanConfig(layers=((1, StreamingCacheConfig(num_sinks=2, window=6)),))
+    cache = cached.init_cache(model, plan, 2, 32)
+    attention = cache.layers[1]
+    assert isinstance(attention, PolicyCache)
+    assert attention.ends == (1, 2)
+    assert [state.k.shape[0] for state in attention.states] == [1, 1]
+    assert [state.k.shape[3] for state in attention.states] == [8, 32]
+    assert [cache.mode for cache in cached.as_mode(cache, "decode").layers[1:2]] == [
+        "decode"
+    ]
+
+
+def test_a_short_prompt_is_a_prompt_and_a_row_may_be_empty(model):
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, tokens, segments, cache):
+        model = nnx.merge(graphdef, state)
+        _, cache = cached.read_prompts(model, tokens, segments, cache)
+        hidden, cache = read_tokens(
+            model, jnp.asarray([[9], [9]]), jnp.ones((2, 1), jnp.int32), cache
+        )
+        return hidden, cache
+
+    plan = CachePlanConfig()
+    tokens, segments = jnp.asarray([[4], [4]]), jnp.asarray([[1], [0]], jnp.int32)
+    hidden, cache = run(state, tokens, segments, cached.init_cache(model, plan, 2, 4))
+    np.testing.assert_array_equal(cache.length, [2, 1])
+    alone = model(jnp.asarray([[4, 9], [9, 0]])).hidden
+    np.testing.assert_allclose(hidden[0, 0], alone[0, 1], atol=2e-5)
+    np.testing.assert_allclose(hidden[1, 0], alone[1, 0], atol=2e-5)
+
+
+def test_reset_empties_rows(model):
+    cache = cached.init_cache(model, CachePlanConfig(), 2, 4)
+    full = jax.tree.map(lambda leaf: jnp.ones_like(leaf), cache)
+    cleared = full.reset(jnp.asarray([False, True]))
+    assert isinstance(cleared, DecoderCache)
+    for got, empty in zip(
+        jax.tree.leaves(cleared.layers), jax.tree.leaves(cache.layers), strict=True
+    ):
+        np.testing.assert_array_equal(got[:, 1], empty[:, 1])
+        assert np.all(np.asarray(got[:, 0]) == 1)
+
+
+def test_a_whole_decode_is_one_program_that_copies_no_layer(model):
+    plan = CachePlanConfig()
+    graphdef, state = nnx.split(model)
+    carry = generate_lib._Carry(
+        step=jnp.int32(1),
+        last=jnp.zeros((4,), jnp.int32),
+        is_done=jnp.zeros((4,), bool),
+        tokens=jnp.zeros((4, 16), jnp.int32),
+        cache=cached.as_mode(cached.init_cache(model, plan, 4, 256), "decode"),
+    )
+    draw = generate_lib.Draw(sampling=GREEDY, vocab_limit=128)
+    keys = generate_lib.row_keys(0, 4)
+    stops = jnp.asarray([-1], jnp.int32)
+    compiled = generate_lib._decode.lower(
+        graphdef, draw, state, carry, keys, stops, jnp.int32(9)
+    ).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(carry.cache))
+    assert memory.alias_size_in_bytes >= held
+
+
+def test_what_a_plan_cannot_mean_is_refused(model):
+    options = {"max_new_tokens": NEW, "sampling": GREEDY}
+    with pytest.raises(ValueError, match=r"prompts\[2\] has 8 tokens, with 6 new ones"):
+        generate(model, PROMPTS, **options, cache=CachePlanConfig(capacity=12))
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        generate(model, [[1], []], **options, cache=CachePlanConfig())
+    for layers, message in (
+        (((0, DenseCacheConfig()),), "names 0, which is no attention layer"),
+        (((4, DenseCacheConfig()),), "names 4, the model has 4 layers"),
+        (((1, DenseCacheConfig()), (-3, DenseCacheConfig())), "names 1 twice"),
+    ):
+        plan = CachePlanConfig(layers=layers)
+        with pytest.raises(ValueError, match=message):
+            generate(model, PROMPTS, **options, cache=plan)
