@@ -11,7 +11,9 @@ Table of contents; every name is imported on first use:
 ``grouped_matmul``     one matrix product per expert over sorted rows
 ``sort_dispatch``      sort-based routing of tokens to experts
 ``ssd``                the Mamba-2 recurrence, chunked, and one token of it
+``engram_gather``      rows of a table, in 16 bits or in 8 with scales
 ``engram_hash``        row numbers of hashed n-grams
+``segment_sum``        sums of rows with equal ids, in one order
 ``explain``            which implementation a call would run, and why
 =====================  =========================================================
 """
@@ -24,11 +26,13 @@ import types
 _OPS = (
     "attention",
     "causal_conv1d",
+    "engram_gather",
     "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_matmul",
     "rms_norm",
+    "segment_sum",
     "sort_dispatch",
     "ssd",
 )

@@ -9,11 +9,13 @@ from typing import Any
 OPS = (
     "attention",
     "causal_conv1d",
+    "engram_gather",
     "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_matmul",
     "rms_norm",
+    "segment_sum",
     "sort_dispatch",
     "ssd",
 )

@@ -1,0 +1,213 @@
+"""Reads and writes in device memory at addresses of each thread's own.
+
+`plgpu.load` moves a tile: one corner, and strides from there on. A gather has an
+address for each row, and a row of 160 bytes is too short to keep a warpgroup or a bulk
+copy busy. Here an array is [n, V] *pieces* of at most 16 bytes; each thread has one
+piece of every 128 and works out where it lies.
+
+What is inlined into a kernel does not run in the interpreter. There, the same values
+are taken from the array as a whole, and written one piece after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, scf, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import interpret
+
+
+WARPGROUP = 128  # threads
+PIECE_BYTES = 16  # what one thread moves at once, at most
+
+
+def layout(width: int) -> Any:
+    """How a warpgroup holds [n, width] pieces: neighbours in neighbouring threads."""
+    # [..., warp, 1, lane, 1, 1, value of a piece]
+    tiled = mgpu.TiledLayout(
+        plgpu.Tiling(((WARPGROUP, width), (32, width), (1, width))),
+        warp_dims=(-6,),
+        lane_dims=(-4,),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim
+    )
+
+
+def index_layout() -> Any:
+    """How a warpgroup holds one number for each piece, [n]."""
+    return layout(PIECE_BYTES).reduce(1)
+
+
+def iota(pieces: int) -> jax.Array:
+    """i32[n], the number of each piece."""
+    return plgpu.broadcasted_iota(jnp.int32, (pieces,), 0, layout=index_layout())
+
+
+def spread(numbers: jax.Array, width: int) -> jax.Array:
+    """[n] to [n, width]: repeats each piece's number over its values."""
+    wide = lax.broadcast_in_dim(numbers, (*numbers.shape, width), (0,))
+    return plgpu.layout_cast(wide, layout(width))
+
+
+def take(ref: Any, indices: tuple[jax.Array, ...], width: int | None = None) -> Any:
+    """Reads one piece at each index.
+
+    Args:
+      ref: an array in device memory, contiguous; kernels must not write to it.
+      indices: i32[n] for each axis of `ref`, n a multiple of 128, in `index_layout`.
+      width: values V from there on along the last axis, all in one row and aligned to
+        their size; `None` reads single values.
+
+    Returns:
+      [n, V] in `layout(V)`, or [n].
+    """
+    if interpret.is_interpreting():
+        return _take_interpreted(ref, indices, width)
+    (pieces,) = indices[0].shape
+    shape = (pieces,) if width is None else (pieces, width)
+    kind = index_layout() if width is None else layout(width)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(index_layout() for _ in indices)),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=kind),
+    )
+    def read(_, memory, *arrays):
+        length = 1 if width is None else width
+        kept = ir.MemRefType(memory.type).element_type
+        registers = [_load(memory, index, length, kept) for index in _indices(arrays)]
+        found = kind.to_mgpu()
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object).reshape(
+                found.registers_shape(shape)
+            ),
+            _layout=found,
+            _is_signed=_signed(ref.dtype),
+        )
+
+    return read(ref, *indices)
+
+
+def put(
+    ref: Any, indices: tuple[jax.Array, ...], values: jax.Array, where: jax.Array
+) -> None:
+    """Writes pieces at indices of their own.
+
+    Args:
+      ref: an array in device memory, contiguous.
+      indices: i32[n] for each axis of `ref`; pieces that are written lie apart.
+      values: [n, V] in `layout(V)`, of `ref`'s dtype.
+      where: bool[n], which pieces are written.
+    """
+    if interpret.is_interpreting():
+        _put_interpreted(ref, indices, values, where)
+        return
+    width = values.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            layout(width),
+            index_layout(),
+            *(index_layout() for _ in indices),
+        ),
+    )
+    def write(_, memory, pieces, flags, *arrays):
+        rows = zip(
+            pieces.registers.flat, flags.registers.flat, _indices(arrays), strict=True
+        )
+        for piece, flag, index in rows:
+            branch = scf.IfOp(_scalar(flag))
+            with ir.InsertionPoint(branch.then_block):
+                kept = ir.VectorType(piece.type).element_type
+                llvm.store(piece, _address(memory, index, kept))
+                scf.yield_([])
+
+    write(ref, values, where, *indices)
+
+
+def _signed(dtype: Any) -> bool | None:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return None
+    return bool(jnp.issubdtype(dtype, jnp.signedinteger))
+
+
+def _scalar(register: Any) -> Any:
+    """The one number of a register, whichever way it is kept."""
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], [0])
+    return register
+
+
+def _indices(arrays: Any) -> list[tuple[Any, ...]]:
+    """One index a register from one array an axis."""
+    flat = [[_scalar(r) for r in array.registers.flat] for array in arrays]
+    return list(zip(*flat, strict=True))
+
+
+def _address(memory: Any, index: tuple[Any, ...], kept: Any) -> Any:
+    """Where an element of a contiguous array lies."""
+    i64 = ir.IntegerType.get_signless(64)
+    shape = ir.MemRefType(memory.type).shape
+    offset = arith.constant(i64, 0)
+    for size, place in zip(shape, index, strict=True):
+        # Rows are counted in 32 bits, what lies in front of them is not.
+        offset = arith.muli(offset, arith.constant(i64, size))
+        offset = arith.addi(offset, arith.extsi(i64, place))
+    start = llvm.addrspacecast(
+        llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(memory)
+    )
+    return mgpu.utils.getelementptr(start, [offset], kept)
+
+
+def _load(memory: Any, index: tuple[Any, ...], length: int, kept: Any) -> Any:
+    moved = kept
+    if isinstance(kept, ir.FloatType) and ir.FloatType(kept).width == 8:
+        moved = ir.IntegerType.get_signless(8)  # LLVM has no such floats
+    kind = ir.VectorType.get((length,), moved)
+    value = llvm.load(kind, _address(memory, index, moved), invariant=True)
+    if moved != kept:
+        value = vector.bitcast(ir.VectorType.get((length,), kept), value)
+    return value
+
+
+def _take_interpreted(ref: Any, indices: Any, width: int | None) -> jax.Array:
+    whole = ref[...].reshape(-1)
+    start = _flat(ref.shape, indices)
+    if width is not None:
+        start = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    # Outside the array: NaN, and numbers that no one has.
+    return jnp.take(whole, start, mode="fill")
+
+
+def _flat(shape: tuple[int, ...], indices: Any) -> jax.Array:
+    start = jnp.zeros_like(indices[0])
+    for size, index in zip(shape, indices, strict=True):
+        start = start * size + index
+    return start
+
+
+def _put_interpreted(ref: Any, indices: Any, values: Any, where: Any) -> None:
+    width = values.shape[1]
+
+    def step(i, carry):
+        place = [index[i] for index in indices]
+
+        @pl.when(where[i])
+        def _():
+            ref.at[(*place[:-1], pl.ds(place[-1], width))][...] = values[i]
+
+        return carry
+
+    lax.fori_loop(0, values.shape[0], step, 0)
