@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import functools
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -235,6 +236,12 @@ def prepare(
     ours: dict[str, _Contender | _Run] = {}
     rivals: dict[str, _Contender | _Run] = {}
     reference, doing = None, "no arguments"
+    # Compiling and peers' tuning are most of a run: say what takes the time.
+    laps = [("", time.monotonic())]
+
+    def done(name: str) -> None:
+        laps.append((name, time.monotonic()))
+
     try:
         args = case.arguments(jax.random.key(0))
         doing = "no reference"
@@ -243,15 +250,20 @@ def prepare(
             .lower(*_exact(args))
             .compile(compiler_options=_UNTUNED)
         )
+        done("reference")
     except RuntimeError as error:  # such as memory that does not suffice
         refused = _Run({}, "", f"{doing}: {_reason(error)}")
         ours = dict.fromkeys(names, refused)
     else:
         for name in names:
             ours[name] = _made(functools.partial(_ours, case, name), args)
+            done(name)
         for name, make in case.peers.items():
             if name in peers and name not in ours:
                 rivals[name] = _made(make, args, rival=True)
+                done(name)
+    steps = (f"{b[0]} {b[1] - a[1]:.0f} s" for a, b in itertools.pairwise(laps))
+    print(f"{case.workload}: ready after {', '.join(steps)}", flush=True)
     return Prepared(
         case=case,
         picked=case.picked(),

@@ -349,11 +349,13 @@ def test_what_the_kernel_cannot_do_is_said_and_runs_on_xla(call, message):
             api.choose(*shapes(**call), implementation="mosaic")
 
 
-def test_the_kernel_runs_only_by_name():
+def test_few_tokens_run_the_kernel_only_by_name():
     with hw.assume():
-        assert api.choose(*shapes()).implementation == "xla"
-        assert "no measured row" in api.choose(*shapes()).refused["mosaic"]
-        named = api.choose(*shapes(), implementation="mosaic")
+        assert api.choose(*shapes(time=64)).implementation == "mosaic"
+        few = api.choose(*shapes(time=63))
+        assert few.implementation == "xla"
+        assert "no measured row" in few.refused["mosaic"]
+        named = api.choose(*shapes(time=63), implementation="mosaic")
         assert isinstance(named.config, config.Kernels)
         assert "forward Config(" in str(named)
 
