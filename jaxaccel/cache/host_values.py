@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,24 +105,32 @@ def gather_rows(array: jax.Array, where: tuple[jax.Array, ...]) -> jax.Array:
 
     Args:
       array: in host memory or on the device.
-      where: integers, one array an axis, which broadcast against each other.
+      where: integers of the first axes, which broadcast against each other; all of
+        them in bounds.
 
     Returns:
       What was asked for, on the device. The host computes the gather where the array
       is its own, so that no more than the result crosses the link.
     """
-    where = tuple(jnp.asarray(i, jnp.int32) for i in where)
     if not is_on_host(array):
         return array[where]
-
-    @functools.partial(
-        compute_on,
-        compute_type="device_host",
-        out_memory_spaces=jax.memory.Space.Host,
+    # One array of indices, ready made: the host's part mixes no memories then.
+    where = jnp.broadcast_arrays(*(jnp.asarray(i, jnp.int32) for i in where))
+    index = jnp.stack(where, axis=-1)
+    axes = tuple(range(len(where)))
+    last = tuple(range(index.ndim - 1, index.ndim - 1 + array.ndim - len(where)))
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=last, collapsed_slice_dims=axes, start_index_map=axes
     )
-    def on_host(array, *where):
-        return array[where]
+    sizes = (*(1,) * len(where), *array.shape[len(where) :])
+
+    def gather(array, index):
+        mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return jax.lax.gather(array, index, numbers, sizes, mode=mode)
 
     host = jax.memory.Space.Host
-    rows = on_host(array, *(jax.device_put(i, host) for i in where))
+    on_host: Any = compute_on(
+        gather, compute_type="device_host", out_memory_spaces=host
+    )
+    rows = on_host(array, jax.device_put(index, host))
     return jax.device_put(rows, jax.memory.Space.Device)

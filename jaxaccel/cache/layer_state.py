@@ -120,21 +120,28 @@ class LayerState:
             return array
         return jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False)
 
+    def place(self, name: str, *where: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        """The array of all layers, and where in it a layer's elements are."""
+        array = getattr(self, name)
+        return array, where if self.index is None else (self.index, *where)
+
     def size(self, name: str) -> tuple[int, ...]:
         """The shape of one layer's array."""
         shape = getattr(self, name).shape
         return shape if self.index is None else shape[1:]
 
+    def dtype(self, name: str) -> jnp.dtype:
+        """The dtype of an array."""
+        return jnp.dtype(getattr(self, name).dtype)
+
     def take(self, name: str, *where: Any) -> jax.Array:
         """`self[name][where]` without a copy of the layer's array."""
-        array = getattr(self, name)
-        return array[where] if self.index is None else array[(self.index, *where)]
+        array, where = self.place(name, *where)
+        return array[where]
 
     def put(self, name: str, where: tuple[Any, ...], value: jax.Array) -> Self:
         """Writes elements; what lies outside of the array is dropped."""
-        array = getattr(self, name)
-        if self.index is not None:
-            where = (self.index, *where)
+        array, where = self.place(name, *where)
         written = array.at[where].set(value.astype(array.dtype), mode="drop")
         return dataclasses.replace(self, **{name: written})
 

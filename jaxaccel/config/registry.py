@@ -84,6 +84,7 @@ _HOME = {
     "Qwen3_5TextConfig": "jaxaccel.models.qwen3_5_text",
     "SampleConfig": __name__,
     "SamplingConfig": "jaxaccel.decoding.sampling",
+    "ShadowKVCacheConfig": "jaxaccel.cache.shadowkv",
     "StdlibSource": "jaxaccel.data.sources",
     "StreamingCacheConfig": "jaxaccel.cache.streaming",
     "TextFolderSource": "jaxaccel.data.sources",

@@ -150,7 +150,8 @@ def _scan_run(
         carry, keep = jax.lax.scan(indexed, carry, jnp.arange(first, end))
         kept.append(keep)
     kept = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *kept)
-    return *carry, kept
+    x, caches = carry
+    return x, caches, kept
 
 
 def layer_part(cache: LayerCache, index: jax.Array, first: int = 0) -> Any:

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxaccel.cache.decoder import DecoderCache
 from jaxaccel.cache.full import DenseCacheConfig
 from jaxaccel.cache.plan import CachePlanConfig, PolicyCache
+from jaxaccel.cache.shadowkv import ShadowKVCacheConfig
 from jaxaccel.cache.streaming import StreamingCacheConfig
 from jaxaccel.decoding import cached
 from jaxaccel.decoding import generate as generate_lib
@@ -19,8 +20,8 @@ from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 
 
 GREEDY = SamplingConfig(temperature=0.0)
-PROMPTS = [[5, 3, 8], [1], [7, 7, 2, 9, 4, 11, 6, 100], [12, 13, 14, 15, 16]]
-NEW = 6
+PROMPTS = [[5, 3, 8], [1], [7, 7, 2, 9, 4, 11, 6, 100], [*range(12, 28)]]
+NEW = 14
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +48,39 @@ def test_layers_may_differ(model, plain):
     plan = CachePlanConfig(layers=((-1, long),))
     options = {"max_new_tokens": NEW, "sampling": GREEDY}
     assert generate(model, PROMPTS, **options, cache=plan) == plain
-    # Layer 3 of a plan whose layer 1 forgets sees what it says.
     short = StreamingCacheConfig(num_sinks=0, window=1)
-    plan = CachePlanConfig(policy=short, layers=((3, long),))
-    other = CachePlanConfig(policy=long, layers=((3, short),))
-    first, second = (
-        generate(model, PROMPTS, **options, cache=p) for p in (plan, other)
+    plan = CachePlanConfig(policy=long, layers=((3, short),))
+    assert generate(model, PROMPTS, **options, cache=plan) != plain
+
+
+@pytest.mark.parametrize("values", ["device", "host"])
+def test_shadowkv_with_room_for_all_gives_the_tokens_of_no_plan(model, plain, values):
+    policy = ShadowKVCacheConfig(
+        budget=16,
+        chunk=4,
+        rank=16,
+        num_outliers=1,
+        local_window=8,
+        values=values,
     )
-    assert len({str(first), str(second), str(plain)}) == 3
+    plan = CachePlanConfig(policy=policy)
+    options = {"max_new_tokens": NEW, "sampling": GREEDY}
+    assert generate(model, PROMPTS, **options, cache=plan) == plain
+    cache = cached.init_cache(model, plan, 2, 64)
+    where = {s.values.sharding.memory_kind for s in cache.layers[1].states}
+    assert where == {"pinned_host" if values == "host" else "device"}
+
+
+def test_a_host_that_would_not_hold_the_values_is_told_of(model, monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
+    policy = ShadowKVCacheConfig(budget=16, chunk=4, local_window=8, values="host")
+    plan = CachePlanConfig(policy=policy)
+    with pytest.raises(
+        ValueError,
+        match=r"the values of 64 rows of 1000000 tokens needs .* GiB of pinned host "
+        r"memory, the pool's limit is 1 GiB: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to",
+    ):
+        cached.init_cache(model, plan, 64, 1_000_000)
 
 
 def test_states_have_the_shapes_of_their_policies(model):
@@ -127,8 +153,10 @@ def test_a_whole_decode_is_one_program_that_copies_no_layer(model):
 
 def test_what_a_plan_cannot_mean_is_refused(model):
     options = {"max_new_tokens": NEW, "sampling": GREEDY}
-    with pytest.raises(ValueError, match=r"prompts\[2\] has 8 tokens, with 6 new ones"):
-        generate(model, PROMPTS, **options, cache=CachePlanConfig(capacity=12))
+    with pytest.raises(
+        ValueError, match=r"prompts\[2\] has 8 tokens, with 14 new ones"
+    ):
+        generate(model, PROMPTS, **options, cache=CachePlanConfig(capacity=20))
     with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
         generate(model, [[1], []], **options, cache=CachePlanConfig())
     for layers, message in (

@@ -1,0 +1,83 @@
+"""Taking the best units of a row, and when to do so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The units with the largest scores, exactly, in the order of their numbers.
+
+    Args:
+      scores: f32[B, G, C], -inf for what must not be taken.
+      count: units to take, at most C.
+
+    Returns:
+      i32[B, G, count] and bool[B, G, count]: where fewer may be taken, the last places
+      are invalid, with the number 0. Of equal scores the lower number is taken.
+    """
+    num_units = scores.shape[-1]
+    largest, ids = jax.lax.top_k(scores, count)
+    ids = jnp.sort(jnp.where(largest > -jnp.inf, ids, num_units), axis=-1)
+    valid = ids < num_units
+    return jnp.where(valid, ids, 0), valid
+
+
+def group_log_weights(scores: jax.Array, may: jax.Array) -> jax.Array:
+    """The largest weight that any head of a group gives to a unit, as a logarithm.
+
+    The maximum over heads of softmax(scores) orders as the maximum of score less
+    log-sum-exp does; there nothing underflows, and f32 keeps what is close apart.
+
+    Args:
+      scores: f32[B, G, R, C] of the R query heads of each kv head.
+      may: bool[B, G, C], units that may be taken.
+
+    Returns:
+      f32[B, G, C], -inf where a unit may not be taken.
+    """
+    masked = jnp.where(may[:, :, None, :], scores, -jnp.inf)
+    total = jax.nn.logsumexp(masked, axis=-1, keepdims=True)
+    weight = masked - jnp.where(jnp.isfinite(total), total, 0.0)
+    return jnp.max(weight, axis=2)
+
+
+def every(
+    refresh_every: int,
+    step: jax.Array,
+    choose: Callable[[], tuple[jax.Array, jax.Array]],
+    last: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses anew at every n-th step, and keeps to the last choice in between.
+
+    Args:
+      refresh_every: n.
+      step: i32[], steps before this one.
+      choose: makes (ids, valid).
+      last: what it made last.
+
+    Returns:
+      (ids, valid). With n = 1 it is `choose()`, and nothing else is traced.
+    """
+    if refresh_every == 1:
+        return choose()
+    is_due = jnp.mod(step, refresh_every) == 0
+    return jax.lax.cond(is_due, choose, lambda: last)
+
+
+def check_schedule(name: str, local_window: int, refresh_every: int, unit: int) -> None:
+    """Refuses a schedule under which a token could be seen by no step.
+
+    Between two choices, tokens that no unit has yet are read as the local window.
+
+    Raises:
+      ValueError: names the numbers.
+    """
+    if local_window < refresh_every + unit:
+        raise ValueError(
+            f"{name}: local_window={local_window} must be at least refresh_every + "
+            f"{unit} = {refresh_every + unit}, else new tokens are seen by no step"
+        )

@@ -1,0 +1,275 @@
+"""ShadowKV: what is chosen, what is computed again, what moves, and what does not."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import layer_text as lt
+import numpy as np
+import pytest
+
+from jaxaccel.cache import low_rank, reference
+from jaxaccel.cache.full import DenseCacheConfig
+from jaxaccel.cache.shadowkv import ShadowKVCacheConfig
+
+
+# Chunks of 4: at 40 tokens with 8 in the window, 8 chunks of which 2 are chosen.
+POLICY = ShadowKVCacheConfig(
+    budget=8,
+    chunk=4,
+    rank=6,
+    num_outliers=2,
+    num_sinks=1,
+    generated_outliers=0,
+    local_window=8,
+    values="device",
+    slots=3,
+)
+LENGTHS, COUNT = [40, 0, 23], 30
+PLAIN = dataclasses.replace(lt.SPEC, rotate=None)
+
+
+def keep(policy):
+    def of(b, q, k, v, n):
+        starts, outlier = reference.shadowkv_chunks(
+            k,
+            LENGTHS[b],
+            chunk=policy.chunk,
+            local_window=policy.local_window,
+            num_outliers=policy.num_outliers,
+            num_sinks=policy.num_sinks,
+        )
+        return reference.shadowkv_keep(
+            q[-1],
+            k,
+            starts,
+            outlier,
+            chunk=policy.chunk,
+            chosen=policy.budget // policy.chunk,
+            scale=lt.SPEC.scale,
+        )
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Keys of rank 6, which the basis of a prompt of 6 tokens or more holds."""
+    return lt.draw(length=72, rank=6)
+
+
+@pytest.fixture(scope="module")
+def result(text):
+    return lt.run(POLICY, text, LENGTHS, COUNT)
+
+
+def test_it_reads_what_the_definition_says(text, result):
+    _, o, state = result
+    expected = lt.expected(text, LENGTHS, COUNT, keep(POLICY))
+    np.testing.assert_allclose(o, expected, atol=2e-5)
+    # Generated chunks left the ring, and were chosen among.
+    np.testing.assert_array_equal(state.start, [60, 20, 40])
+    np.testing.assert_allclose(state.energy, 1.0, atol=1e-6)
+    np.testing.assert_array_equal(state.rank_used, [6, 6, 6])
+
+
+def test_values_on_the_host_are_the_same(text, result):
+    policy = dataclasses.replace(POLICY, values="host")
+    arrays = tuple(text.__dict__.values())
+    state = policy.init(lt.SPEC, 3, 72, jnp.float32)
+    host = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+    state = dataclasses.replace(state, values=jax.device_put(state.values, host))
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+
+    @jax.jit
+    def prefill(state, arrays, lengths):
+        where = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32), (3, 40))
+        tokens = lt.take(*arrays, where, where < lengths[:, None])
+        return policy.prefill(state, tokens, lt.SPEC)
+
+    state = prefill(state, arrays, lengths)
+    assert state.values.sharding.memory_kind == "pinned_host"
+    real = jnp.ones((3,), bool)
+    o, state = lt.steps(policy, lt.SPEC, COUNT, arrays, lengths, state, real)
+    assert state.values.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(o, result[1])
+    np.testing.assert_array_equal(state.misses, result[2].misses)
+
+
+def test_slots_hold_the_values_of_their_chunks(result):
+    state = result[2]
+    held = np.asarray(state.slot_chunk)
+    assert (held >= 0).any()
+    for b, g, m in np.argwhere(held >= 0):
+        np.testing.assert_array_equal(
+            state.v_slot[b, g, m], state.values[b, g, held[b, g, m]]
+        )
+    asked = np.asarray(state.hits + state.misses)
+    # Two kv heads ask for two chunks at each step, once there are two.
+    assert asked[0] == COUNT * 2 * 2
+    assert 0 < state.misses[0] < asked[0]
+
+
+def test_the_whole_budget_at_full_rank_is_dense():
+    text = lt.draw(length=72)
+    policy = dataclasses.replace(
+        POLICY, budget=72, rank=16, slots=None, num_outliers=3, prefill_budget=None
+    )
+    for changes in ({}, {"slots": 18}, {"num_outliers": 0, "num_sinks": 0}):
+        _, o, state = lt.run(
+            dataclasses.replace(policy, **changes), text, [40, 9, 24], COUNT
+        )
+        _, dense, _ = lt.run(DenseCacheConfig(), text, [40, 9, 24], COUNT)
+        # The prompt of 9 tokens spans 9 of the 16 dimensions; the rest is added.
+        np.testing.assert_allclose(o, dense, atol=1e-5)
+        np.testing.assert_allclose(state.energy, 1.0, atol=1e-6)
+        np.testing.assert_array_equal(state.rank_used, 16)
+
+
+@pytest.mark.parametrize("length", [0, 7, 8])
+def test_what_the_window_holds_is_dense(length):
+    text = lt.draw(length=40)
+    count = 11 - length
+    _, o, _ = lt.run(POLICY, text, [length] * 3, count, room=40, width=16)
+    _, dense, _ = lt.run(
+        DenseCacheConfig(), text, [length] * 3, count, room=40, width=16
+    )
+    assert np.abs(dense).max() > 0
+    np.testing.assert_allclose(o, dense, atol=2e-6)
+
+
+def test_what_was_asked_before_changes_nothing(text):
+    """The same tokens, after queries that chose other chunks."""
+    rng = np.random.default_rng(3)
+    before = rng.normal(size=text.q.shape).astype(np.float32) * 3
+    before[:, -1] = text.q[:, -1]
+    other = dataclasses.replace(text, q=before)
+    last = dataclasses.replace(text, q=text.q.copy())
+    _, first, state = lt.run(POLICY, last, [40, 40, 40], 32)
+    _, second, there = lt.run(POLICY, other, [40, 40, 40], 32)
+    assert (np.asarray(state.slot_chunk) != np.asarray(there.slot_chunk)).any()
+    assert (first[:-1] != second[:-1]).any()
+    np.testing.assert_array_equal(first[-1], second[-1])
+
+
+def test_a_schedule_keeps_to_its_choice_and_sees_new_tokens(text):
+    every = dataclasses.replace(POLICY, refresh_every=3)
+    _, o, _ = lt.run(every, text, LENGTHS, COUNT)
+    _, plain, _ = lt.run(POLICY, text, LENGTHS, COUNT)
+    # At steps 0, 3, 6, ... the choice is fresh, and is what it would have been.
+    np.testing.assert_array_equal(o[::3], plain[::3])
+    assert (o[1::3] != plain[1::3]).any()
+    # The newest token is read at once: its value alone decides a one-sided change.
+    moved = dataclasses.replace(text, v=text.v.copy())
+    moved.v[:, 41] += 1.0
+    _, changed, _ = lt.run(every, moved, LENGTHS, COUNT)
+    assert (np.abs(changed[1, 0] - o[1, 0]).max(-1) > 1e-4).all()
+
+
+def test_generated_chunks_that_the_basis_misses_are_kept():
+    text = lt.draw(length=72, rank=6)
+    strange = text.k.copy()
+    strange[0, 41:45] = np.random.default_rng(9).normal(size=strange[0, 41:45].shape)
+    text = dataclasses.replace(text, k=strange)
+    for places, expected in ((2, True), (0, False)):
+        policy = dataclasses.replace(
+            POLICY, budget=72, slots=18, generated_outliers=places
+        )
+        _, o, state = lt.run(policy, text, [40, 40, 40], COUNT)
+        _, dense, _ = lt.run(DenseCacheConfig(), text, [40, 40, 40], COUNT)
+        is_exact = np.abs(o - dense)[:, 0].max() < 2e-5
+        assert is_exact == expected
+        np.testing.assert_allclose(o[:, 1:], dense[:, 1:], atol=2e-5)
+        assert (np.asarray(state.residual) > 0.3).tolist() == [
+            not expected,
+            False,
+            False,
+        ]
+
+
+def test_a_row_of_padding_keeps_its_cache(text):
+    _, _, before = lt.run(POLICY, text, [40, 24, 32], 3)
+    arrays = tuple(text.__dict__.values())
+    real = jnp.asarray([True, False, True])
+    o, after = lt.steps(POLICY, lt.SPEC, 20, arrays, before.length, before, real)
+    assert not np.isnan(o).any()
+    for name in (
+        "length",
+        "start",
+        "slot_chunk",
+        "slot_age",
+        "ring_k",
+        "out_k",
+        "hits",
+    ):
+        np.testing.assert_array_equal(after[name][1], before[name][1], err_msg=name)
+    # It goes on as if it had never waited, in chunks of other numbers.
+    alone, _ = lt.steps(
+        POLICY, lt.SPEC, 12, arrays, after.length, after, jnp.ones(3, bool)
+    )
+    _, straight, _ = lt.run(POLICY, text, [40, 24, 32], 15)
+    np.testing.assert_allclose(alone[:8, 1], straight[3:11, 1], atol=2e-5)
+
+
+def test_energy_and_basis_are_those_of_the_singular_values():
+    rng = np.random.default_rng(0)
+    rank, width, rows = 20, 64, 400
+    u, _ = np.linalg.qr(rng.normal(size=(rows, width)))
+    w, _ = np.linalg.qr(rng.normal(size=(width, width)))
+    real = jnp.ones((1, rows), bool)
+
+    @jax.jit
+    def run(keys):
+        products = low_rank.gram(keys, real)
+        return low_rank.basis(products, rank), low_rank.basis_reference(products, rank)
+
+    for power in (0.5, 1.0, 2.0):
+        values = np.arange(1, width + 1) ** -power
+        keys = ((u * values) @ w.T)[None].astype(np.float32)
+        (found, count, energy), (exact, _, best) = run(keys)
+        assert count[0] == rank
+        lost = np.sqrt((values[rank:] ** 2).sum() / (values**2).sum())
+        for basis, limit in ((found, 1.01), (exact, 1.0001)):
+            missed = keys[0] - keys[0] @ np.asarray(basis[0] @ basis[0].T)
+            residual = np.linalg.norm(missed) / np.linalg.norm(keys)
+            assert residual <= limit * lost + 3e-3
+        np.testing.assert_allclose(energy[0], 1 - lost**2, atol=0.02 * lost**2 + 1e-5)
+        np.testing.assert_allclose(best[0], 1 - lost**2, atol=1e-5)
+        np.testing.assert_allclose(found[0].T @ found[0], np.eye(rank), atol=1e-5)
+
+
+def test_keys_are_compressed_before_the_rotation():
+    """Keys of rank 6 are not of rank 6 once each token is turned by its own angle."""
+    text = lt.draw(length=72, rank=6)
+    policy = dataclasses.replace(POLICY, budget=72, slots=18)
+    _, o, _ = lt.run(policy, text, [40] * 3, COUNT)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, [40] * 3, COUNT)
+    np.testing.assert_allclose(o, dense, atol=2e-5)
+    turned = lt.rotated(text.k[0], np.arange(72)).reshape(72, -1)
+    assert np.linalg.matrix_rank(turned, tol=1e-3) > 6
+
+
+def test_what_does_not_fit_is_refused(monkeypatch, caplog):
+    for changes, message in (
+        ({"rank": 17}, r"rank=17 is more than the 16 dimensions of 2 kv heads of 8"),
+        ({"budget": 10}, r"budget=10 must be a multiple of chunk=4"),
+        ({"slots": 1}, r"slots=1 must hold the 2 chunks"),
+        ({"num_sinks": 3}, r"num_sinks=3 are outliers"),
+        ({"refresh_every": 5}, r"local_window=8 must be at least refresh_every \+ 4"),
+        ({"values": "disk"}, "values='disk' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(POLICY, **changes).check(lt.SPEC, 40)
+    odd = dataclasses.replace(lt.SPEC, head_dim=7)
+    with pytest.raises(NotImplementedError, match="of head_dim=7 are 28 values"):
+        dataclasses.replace(POLICY, values="host").check(odd, 40)
+    text = lt.draw(length=40)
+    with pytest.raises(ValueError, match="T=40 tokens, more than the 35 tokens"):
+        lt.run(POLICY, text, [40, 1, 1], 1, room=32)
+    with caplog.at_level(logging.INFO, "jaxaccel"):
+        dataclasses.replace(POLICY, values=None).check(lt.SPEC, 40)
+    # Once a process: another test may have been first.
+    assert not caplog.text or "is on the device: the memory of" in caplog.text
