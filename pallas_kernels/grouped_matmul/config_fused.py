@@ -7,7 +7,6 @@ import dataclasses
 from pallas_kernels._common import hw, tuning
 from pallas_kernels.grouped_matmul import config_mosaic
 from pallas_kernels.grouped_matmul.config_mosaic import (
-    COMPUTING,
     STEP,
     Config,
     Tile,
@@ -42,7 +41,7 @@ def is_for_pairs(tile: Tile) -> bool:
 def saved_bytes(tile: Tile, parts: int) -> int:
     """Shared memory for what the forward saved of a tile's rows and columns."""
     rows, columns = tile.part
-    return COMPUTING * parts * rows * columns * 2
+    return tile.computing * parts * rows * columns * 2
 
 
 def _stages(block_m: int, block_n: int, split: str, taken: int = 0) -> int:
@@ -91,7 +90,7 @@ def backward_candidates(parts: int) -> tuple[Tile, ...]:
         if _stages(
             m, n, split, saved_bytes(Tile(block_m=m, block_n=n, split=split), parts)
         )
-        >= (2 * COMPUTING if split == "tiles" else 2)
+        >= (4 if split == "tiles" else 2)
     )
     return tuple(tiles)
 

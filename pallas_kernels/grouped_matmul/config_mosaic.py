@@ -14,15 +14,21 @@ STEP = 64  # of the summed axis: one 128-byte row of shared memory in 16 bits
 BAND = 64  # rows of a wgmma
 ALIGN = 8  # rows that a copy into shared memory starts at a multiple of
 LINE_BYTES = 128  # of a row of the buffer that results leave through
-SLOTS = 2  # such buffers of each computing warpgroup
-COMPUTING = 2  # warpgroups
-ACCUMULATORS = 64 * 256  # of one warpgroup: 128 registers of each thread
 BARRIER_BYTES = 1024
-# Registers per thread: two computing warpgroups and the one that copies.
-REGISTERS = (232, 232, 40)
+# Registers per thread: the computing warpgroups and the one that copies.
+REGISTERS = {2: (232, 232, 40), 3: (160, 160, 160, 32)}
+# Sums that a warpgroup of so many has room for: 192 or 128 registers of each thread.
+ACCUMULATORS = {2: 192 * 128, 3: 64 * 256}
 
 SPLITS = ("rows", "columns", "tiles")
 SHORT = (8, 16, 32)  # rows that a tile may have although a wgmma multiplies 64
+_ALLOWED = {
+    "split": SPLITS,
+    "tail_rows": (8, 64),
+    "computing": tuple(REGISTERS),
+    "slots": (1, 2, 4),
+    "cluster": (1, 2),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,9 +41,19 @@ class Tile:
         the others are neither read nor written: for decoding, where that many are
         an expert's.
       stages: pieces of the summed axis in shared memory.
-      split: what the two computing warpgroups share out: the "rows" of a tile, its
-        "columns", or whole "tiles" in turn, so that one computes while the other
-        writes (each then has half of the stages).
+      split: what the computing warpgroups share out: the "rows" of a tile, its
+        "columns", or whole "tiles" in turn, so that one computes while the others
+        write (each then has its part of the stages).
+      computing: warpgroups that multiply, 2 or 3. With three a tile has 192 rows of
+        256 columns: all rows of an expert that has few more than 128, which read its
+        matrix once.
+      eager: whether a piece's memory is free as soon as its products are done, before
+        the next piece is waited for: a piece more is on its way, for products that
+        wait for device memory.
+      slots: buffers through which a warpgroup's results leave, 1, 2 or 4.
+      cluster: neighbouring blocks, 1 or 2, that have the same rows of y or dx and the
+        columns beside each other: each reads its part of the rows from the cache for
+        both.
       panel: tiles of an expert's rows that pass all columns before the next rows.
       swizzled: whether results are swizzled on their way through shared memory.
       tail_rows: rows of the pieces in which the weight gradient looks for rows of
@@ -51,40 +67,78 @@ class Tile:
     panel: int = 16
     swizzled: bool = True
     tail_rows: int = 8
+    computing: int = 2
+    eager: bool = False
+    slots: int = 2
+    cluster: int = 1
 
     def __post_init__(self):
-        if self.split not in SPLITS:
-            raise ValueError(f"split={self.split!r}, allowed are {SPLITS}")
-        rows, columns = self.part
-        if rows % BAND or columns % 64 or not rows or not 0 < columns <= 256:
+        for name, allowed in _ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value}, allowed are {allowed}")
+        shares = self._shares
+        (rows, more_rows), (columns, more_columns) = (
+            divmod(size, share)
+            for size, share in zip((self.piece_rows, self.block_n), shares, strict=True)
+        )
+        if (
+            rows % BAND
+            or columns % 64
+            or more_rows + more_columns
+            or not rows
+            or not 0 < columns <= 256
+        ):
             raise ValueError(
                 f"block_m={self.block_m}, block_n={self.block_n} with "
-                f"split={self.split!r} gives a warpgroup {rows} x {columns}, allowed "
-                "are multiples of 64 and at most 256 columns"
+                f"split={self.split!r} gives each of {self.computing} warpgroups "
+                f"{rows} x {columns}, allowed are multiples of 64 without a rest "
+                "and at most 256 columns"
             )
-        if rows * columns > ACCUMULATORS:
+        if rows * columns > (most := ACCUMULATORS[self.computing]):
             raise ValueError(
                 f"a warpgroup would have {rows} x {columns} sums, its registers hold "
-                f"{ACCUMULATORS}"
+                f"{most}"
             )
         if self.stages < 2 * self.rings or self.stages % self.rings:
             raise ValueError(
                 f"stages={self.stages}, allowed are multiples of {self.rings} from "
                 f"{2 * self.rings} on"
             )
-        if self.panel < 1 or self.tail_rows not in (8, 64):
+        if self.panel < 1:
+            raise ValueError(f"panel={self.panel}, allowed are 1 and more")
+        if self.cluster > 1 and self.is_short:
             raise ValueError(
-                f"panel={self.panel} and tail_rows={self.tail_rows}, allowed are at "
-                "least 1, and 8 or 64"
+                f"cluster={self.cluster} with block_m={self.block_m}, allowed are "
+                f"multiples of {BAND}: fewer rows are not worth sharing"
             )
+
+    @property
+    def _shares(self) -> tuple[int, int]:
+        """Into how many parts warpgroups share out the rows and the columns."""
+        return (
+            self.computing if self.split == "rows" else 1,
+            self.computing if self.split == "columns" else 1,
+        )
 
     @property
     def part(self) -> tuple[int, int]:
         """Rows and columns of the result that a warpgroup has at a time."""
-        return (
-            self.piece_rows // (COMPUTING if self.split == "rows" else 1),
-            self.block_n // (COMPUTING if self.split == "columns" else 1),
-        )
+        rows, columns = self._shares
+        return self.piece_rows // rows, self.block_n // columns
+
+    @property
+    def accumulators(self) -> int:
+        """Into how many a warpgroup divides the columns of its sums.
+
+        One product may not name more registers than a block of four warpgroups starts
+        with, however many its warpgroups ask for later.
+        """
+        return 2 if self.computing > 2 and self.part[1] > 192 else 1
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Per thread, of the computing warpgroups and then the one that copies."""
+        return REGISTERS[self.computing]
 
     @property
     def is_short(self) -> bool:
@@ -99,7 +153,7 @@ class Tile:
     @property
     def rings(self) -> int:
         """Streams of pieces: each warpgroup its own, or one that both read."""
-        return COMPUTING if self.split == "tiles" else 1
+        return self.computing if self.split == "tiles" else 1
 
     @property
     def ring_stages(self) -> int:
@@ -108,7 +162,7 @@ class Tile:
     def smem_bytes(self) -> int:
         """Shared memory of a block."""
         pieces = self.stages * STEP * (self.piece_rows + self.block_n) * 2
-        staging = COMPUTING * SLOTS * BAND * LINE_BYTES
+        staging = self.computing * self.slots * BAND * LINE_BYTES
         return pieces + staging + BARRIER_BYTES
 
 
@@ -187,6 +241,20 @@ def _weight(rows_per_expert: int, columns: int) -> Tile:
     return Tile(block_m=128, block_n=width, stages=_stages(128, width))
 
 
+# For experts that have few more than 128 rows: one tile holds them all and reads their
+# matrix once. Two tiles of 128 each read it, half of the second is no expert's, and the
+# blocks that have the second ones run ahead, so that the cache has lost the matrix when
+# the others come to it.
+WIDE = (
+    Tile(block_m=192, block_n=256, stages=3, computing=3, eager=True),
+    Tile(block_m=192, block_n=256, stages=3, computing=3, eager=True, cluster=2),
+    Tile(block_m=192, block_n=256, stages=3, split="columns", eager=True),
+    Tile(block_m=192, block_n=256, stages=3, split="columns", eager=True, cluster=2),
+    Tile(block_m=192, block_n=192, stages=3, computing=3, eager=True),
+    Tile(block_m=192, block_n=128, stages=4, computing=3, eager=True),
+    Tile(block_m=256, block_n=128, stages=4, eager=True),
+)
+
 # What a tuning run tries for each product.
 CANDIDATES = (
     Tile(block_m=128, block_n=256, stages=4),
@@ -201,6 +269,11 @@ CANDIDATES = (
     Tile(block_m=16, block_n=256, stages=4, split="columns"),
     Tile(block_m=16, block_n=128, stages=8, split="columns"),
     Tile(block_m=32, block_n=128, stages=8, split="columns"),
+    Tile(block_m=128, block_n=256, stages=4, eager=True),
+    Tile(block_m=128, block_n=256, stages=4, eager=True, cluster=2),
+    Tile(block_m=128, block_n=128, stages=4, split="tiles", slots=4),
+    Tile(block_m=192, block_n=128, stages=4, split="tiles", slots=4),
+    *WIDE,
 )
 
 

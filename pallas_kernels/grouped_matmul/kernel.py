@@ -35,15 +35,14 @@ from pallas_kernels.grouped_matmul.activation import activate
 from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
     BAND,
-    COMPUTING,
     LINE_BYTES,
-    REGISTERS,
-    SLOTS,
     STEP,
     Tile,
 )
 from pallas_kernels.grouped_matmul.tasks import Column
 
+
+CLUSTER = "neighbour"  # axis of the blocks of a cluster
 
 # What both TMA and wgmma read: 8 x 64 pieces of 16-bit values.
 _OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -108,6 +107,9 @@ class Ring:
         self.a, self.b = a, b
         self._stages, self._rings = tile.ring_stages, tile.rings
         self._short = tile.block_m if tile.is_short else None
+        self._eager = tile.eager
+        # Each block brings its part of a for all blocks of the cluster.
+        self._shared = CLUSTER if tile.cluster > 1 else None
         self._full, self._free = full, free
 
     @property
@@ -134,7 +136,7 @@ class Ring:
         a_slot = self.a.at[slot]
         if self._short is not None:
             a_slot = self.a.at[slot, pl.ds(0, self._short)]
-        plgpu.copy_gmem_to_smem(a_source, a_slot, full)
+        plgpu.copy_gmem_to_smem(a_source, a_slot, full, collective_axes=self._shared)
         if not isinstance(b_source, tuple):
             plgpu.copy_gmem_to_smem(b_source, self.b.at[slot], full)
             return
@@ -190,6 +192,10 @@ class Ring:
         def scoped(*accs):
             def step(k, carry):
                 multiply(*accs, self.wait(ring, count + k), k)
+                if self._eager:
+                    plgpu.wgmma_wait(0)
+                    self.release(ring, count + k)
+                    return carry
                 # The products before these are done, these still run.
                 plgpu.wgmma_wait(sums)
 
@@ -201,10 +207,11 @@ class Ring:
 
             lax.fori_loop(0, steps, step, None)
             plgpu.wgmma_wait(0)
+            if not self._eager:
 
-            @pl.when(steps > 0)
-            def _():
-                self.release(ring, count + steps - 1)
+                @pl.when(steps > 0)
+                def _():
+                    self.release(ring, count + steps - 1)
 
             return tuple(acc[...] for acc in accs)
 
@@ -215,7 +222,7 @@ def store_part(
     staging: Any,
     warpgroup: jax.Array,
     out: Any,
-    value: jax.Array,
+    values: Sequence[jax.Array],
     *,
     row: jax.Array,
     low: jax.Array,
@@ -225,31 +232,45 @@ def store_part(
     """Writes a warpgroup's part of the result, and of its rows those of one expert.
 
     Args:
-      staging: shared memory [COMPUTING, SLOTS, 64, line].
+      staging: shared memory [computing warpgroups, slots, 64, line].
       warpgroup: index of this one.
       out: device memory [rows, columns].
-      value: f32 or out's dtype, the part.
+      values: f32 or out's dtype, the part in pieces of equal width side by side.
       row, column: of `out` at which the part begins.
       low, high: the first row of `out` to write and the one behind the last.
     """
-    value = value.astype(out.dtype)
+    values = [value.astype(out.dtype) for value in values]
     line = staging.shape[-1]
+    rows, width = values[0].shape
 
     def chunk(band, at):
-        return (value[band * BAND : (band + 1) * BAND, at * line : (at + 1) * line],)
+        return (chunk_of(values, band, at, line),)
 
     store_chunks(
         staging,
         warpgroup,
         ((out, column),),
         chunk,
-        shape=value.shape,
+        shape=(rows, width * len(values)),
         row=row,
         low=low,
         high=high,
         column=column,
         columns=out.shape[1],
     )
+
+
+def chunk_of(values: Sequence[jax.Array], band: int, at: int, line: int) -> jax.Array:
+    """[64, line] of a part that lies in pieces side by side."""
+    which, column = divmod(at * line, values[0].shape[1])
+    rows = slice(band * BAND, (band + 1) * BAND)
+    return values[which][rows, column : column + line]
+
+
+def part_of_columns(tile: Tile, start: Any) -> list[tuple[Any, int]]:
+    """Column and width of each accumulator's part of a warpgroup's columns."""
+    width = tile.part[1] // tile.accumulators
+    return [(start + i * width, width) for i in range(tile.accumulators)]
 
 
 def store_chunks(
@@ -268,7 +289,7 @@ def store_chunks(
     """Writes a warpgroup's parts of results, chunk by chunk of [64, line].
 
     Args:
-      staging: shared memory [COMPUTING, SLOTS, 64, line].
+      staging: shared memory [computing warpgroups, slots, 64, line].
       warpgroup: index of this one.
       outs: device memory [rows, ...] of each result, and where in it the part begins.
       chunk: (band of 64 rows, line of columns) of the part -> that chunk of each
@@ -278,7 +299,7 @@ def store_chunks(
       column: of the results at which the part begins.
       columns: that the results have.
     """
-    line = staging.shape[-1]
+    buffers, _, line = staging.shape[1:]
     first = jnp.clip(low - row, 0, shape[0])
     last = jnp.clip(high - row, 0, shape[0])
     first_band = divide(first, BAND)[0]
@@ -292,7 +313,7 @@ def store_chunks(
         for number, (out, base) in enumerate(outs):
             source = staging.at[warpgroup, slots[number]]
             place = pl.ds(base + at * line, line)
-            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
             values = values or chunk(band, at)
             source[...] = values[number]
             plgpu.commit_smem()
@@ -301,15 +322,15 @@ def store_chunks(
 
     for band in range(shape[0] // BAND):
         for at in range(shape[1] // line):
-            slots = tuple(range(SLOTS)) * len(outs)
-            if len(outs) % SLOTS:
+            slots = tuple(number % buffers for number in range(len(outs)))
+            if len(outs) % buffers:
                 # Counts what was stored, so that the slots really take turns.
                 passed = (band - first_band) * lines + at
                 passed = passed * len(outs) if len(outs) > 1 else passed
-                begin = divide(passed, SLOTS)[1]
+                begin = divide(passed, buffers)[1]
                 slots = (
                     begin,
-                    *(divide(begin + more, SLOTS)[1] for more in range(1, len(outs))),
+                    *(divide(begin + more, buffers)[1] for more in range(1, len(outs))),
                 )
             mine = (first < (band + 1) * BAND) & (last > band * BAND)
             pl.when(mine & (at < lines))(functools.partial(store, slots, band, at))
@@ -346,19 +367,19 @@ def _copy_rows(
 
 
 def run_warpgroups(
-    copy: Callable[[], None], compute: Callable[[jax.Array], None]
+    tile: Tile, copy: Callable[[], None], compute: Callable[[jax.Array], None]
 ) -> None:
     """Gives the warpgroups of a block their parts."""
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == COMPUTING)
+    @pl.when(warpgroup == tile.computing)
     def _():
-        plgpu.set_max_registers(REGISTERS[COMPUTING], action="decrease")
+        plgpu.set_max_registers(tile.registers[-1], action="decrease")
         copy()
 
-    @pl.when(warpgroup < COMPUTING)
+    @pl.when(warpgroup < tile.computing)
     def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(tile.registers[0], action="increase")
         compute(warpgroup)
         plgpu.wait_smem_to_gmem(0)
 
@@ -382,10 +403,9 @@ def feed(
     def one(i, index, fetched, counts):
         which = lax.rem(i, jnp.int32(ring.rings))
         task, steps = task_of(index, fetched)
-        if ring.rings == 1:
-            (count,) = counts
-        else:
-            count = jnp.where(which == 0, *counts)
+        count = counts[0]
+        for r in range(1, ring.rings):
+            count = jnp.where(which == r, counts[r], count)
 
         def step(k, carry):
             ring.write(which, count + k, *sources(task, k))
@@ -414,12 +434,12 @@ def each_tile(
       compute: called with a tile's index, what was fetched, its ring and the pieces
         that went through that ring before; returns the tile's number of pieces.
     """
-    apart = tile.rings == COMPUTING
+    apart = tile.rings > 1
     ring = warpgroup if apart else 0
     if apart:
-        count = divide(jnp.maximum(shares.count - warpgroup + 1, 0), COMPUTING)[0]
+        left = jnp.maximum(shares.count - warpgroup + tile.rings - 1, 0)
         first = shares.first + warpgroup * shares.every
-        shares = Turns(first, shares.every * COMPUTING, count)
+        shares = Turns(first, shares.every * tile.rings, divide(left, tile.rings)[0])
 
     def one(i, index, fetched, count):
         del i
@@ -446,16 +466,20 @@ def scratch(
     """Shared memory and barriers; `a` and `b` are the shapes of a piece's operands."""
     line = LINE_BYTES // jnp.dtype(out_dtype).itemsize
     transforms = (plgpu.SwizzleTransform(LINE_BYTES),) if tile.swizzled else ()
-    readers = COMPUTING // tile.rings
+    readers = tile.computing // tile.rings
+    free = plgpu.Barrier
+    if tile.cluster > 1:
+        # A slot is written again once the readers of all blocks are done with it.
+        free = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
     return {
         "a": plgpu.SMEM((tile.stages, *a), dtype, transforms=_OPERAND),
         "b": plgpu.SMEM((tile.stages, *b), dtype, transforms=_OPERAND),
         # No tiling: copies leave it that start at any row.
         "staging": plgpu.SMEM(
-            (COMPUTING, SLOTS, BAND, line), out_dtype, transforms=transforms
+            (tile.computing, tile.slots, BAND, line), out_dtype, transforms=transforms
         ),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "free": plgpu.Barrier(num_arrivals=readers, num_barriers=tile.stages),
+        "free": free(num_arrivals=readers, num_barriers=tile.stages),
     }
 
 
@@ -471,19 +495,24 @@ def launch(
     more_bytes: int = 0,
     approx_math: bool = False,
 ) -> Any:
-    """Runs a persistent kernel of two computing warpgroups and one that copies.
+    """Runs a persistent kernel of computing warpgroups and one that copies.
 
-    `more_bytes` of shared memory are asked for beside those of the tile.
+    `blocks` counts clusters where there are any; `more_bytes` of shared memory are
+    asked for beside those of the tile.
     """
-    hw.check_registers(REGISTERS)
+    hw.check_registers(tile.registers)
     hw.check_smem(tile.smem_bytes() + more_bytes, name)
+    cluster = {}
+    if tile.cluster > 1:
+        cluster = {"cluster": (tile.cluster,), "cluster_names": (CLUSTER,)}
     return plgpu.kernel(
         body,
         out_type=out_type,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=len(REGISTERS),
+        num_threads=len(tile.registers),
         thread_name="warpgroup",
+        **cluster,
         scratch_types=scratch_types,
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
@@ -527,7 +556,8 @@ class Product:
 
     @property
     def column_blocks(self) -> int:
-        return -(-self.columns // self.width)
+        """Of the blocks of a cluster together, if they share rows."""
+        return -(-self.columns // (self.width * self.tile.cluster))
 
 
 class RowTask(NamedTuple):
@@ -580,6 +610,10 @@ def _product_kernel(
 
     def task_of(index, fetched):
         task = row_task(plan, index, fetched)
+        if tile.cluster > 1:
+            column = task.column * tile.cluster
+            column += lax.axis_index(CLUSTER) * plan.width
+            task = task._replace(column=column)
         return task, jnp.where(task.expert < plan.experts, steps, 0)
 
     def sources(task, k):
@@ -592,16 +626,18 @@ def _product_kernel(
     def compute(warpgroup):
         offset = part_origin(tile, warpgroup)
         shape = tile.part
-        mine = pl.ds(offset[0], shape[0]), pl.ds(offset[1], shape[1])
+        parts = part_of_columns(tile, offset[1])
 
-        def multiply(acc, slot, k):
+        def multiply(*args):
+            *accs, slot, k = args
             del k
-            left = ring.a.at[slot, mine[0]]
-            if plan.transposed:
-                right = ring.b.at[slot, mine[1]].T
-            else:
-                right = ring.b.at[slot, :, mine[1]]
-            plgpu.wgmma(acc, left, right)
+            left = ring.a.at[slot, pl.ds(offset[0], shape[0])]
+            for acc, part in zip(accs, parts, strict=True):
+                if plan.transposed:
+                    right = ring.b.at[slot, pl.ds(*part)].T
+                else:
+                    right = ring.b.at[slot, :, pl.ds(*part)]
+                plgpu.wgmma(acc, left, right)
 
         def one(index, fetched, which, passed):
             task, pieces = task_of(index, fetched)
@@ -613,12 +649,19 @@ def _product_kernel(
 
             @pl.when(live)
             def _():
-                (sums,) = ring.accumulate(which, passed, pieces, shape, multiply)
+                sums = ring.accumulate(
+                    which,
+                    passed,
+                    pieces,
+                    (shape[0], parts[0][1]),
+                    multiply,
+                    sums=len(parts),
+                )
                 store_part(
                     staging,
                     warpgroup,
                     out,
-                    activate(plan.activation, sums),
+                    [activate(plan.activation, value) for value in sums],
                     row=row,
                     low=low,
                     high=high,
@@ -633,7 +676,7 @@ def _product_kernel(
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -657,7 +700,8 @@ def product(
     if padding := -plan.rows % ALIGN:
         # The copies' view of x has whole pieces of 8 rows.
         x = jnp.pad(x, ((0, padding), (0, 0)))
-    blocks = min(hw.device().sms, table.shape[0] * plan.column_blocks)
+    blocks = hw.device().sms // tile.cluster
+    blocks = min(blocks, table.shape[0] * plan.column_blocks)
     piece = (tile.block_n, STEP) if plan.transposed else (STEP, tile.block_n)
     name = "pk_grouped_matmul_dgrad" if plan.transposed else "pk_grouped_matmul_fwd"
     return launch(

@@ -44,7 +44,6 @@ from pallas_kernels.grouped_matmul.config_fused import is_for_pairs, saved_bytes
 from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
     BAND,
-    COMPUTING,
     STEP,
     Tile,
 )
@@ -91,6 +90,12 @@ class _Plan:
     activation: str | None = None
     scaled: bool = False
 
+    def __post_init__(self):
+        if self.tile.cluster > 1:
+            raise ValueError(
+                f"cluster={self.tile.cluster} of a fused product, allowed is 1"
+            )
+
     @property
     def sums(self) -> int:
         """Accumulators of a warpgroup."""
@@ -136,6 +141,7 @@ class Forward(_Plan):
     saves: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.sums > 1 and not is_for_pairs(self.tile):
             raise ValueError(
                 f"{self.tile} gives a warpgroup {self.tile.part[1]} columns of gate "
@@ -165,6 +171,7 @@ class Backward(_Plan):
     emits: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.tile.is_short:
             raise ValueError(
                 f"block_m={self.tile.block_m} of a backward, allowed are multiples of "
@@ -309,7 +316,7 @@ def _forward_kernel(*refs, a, b, staging, full, free, plan: Forward, blocks: int
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
 
 
 def _whole_eights(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -487,7 +494,7 @@ def _backward_kernel(
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -524,9 +531,9 @@ def backward(
     blocks = min(hw.device().sms, table.shape[0] * plan.column_blocks)
     pieces = (tile.block_m, STEP), (plan.width, STEP)
     types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
-    kept = COMPUTING, parts, *plan.part
+    kept = tile.computing, parts, *plan.part
     types["kept"] = plgpu.SMEM(kept, plan.dtype, transforms=OPERAND)
-    types["arrived"] = plgpu.Barrier(num_arrivals=parts, num_barriers=COMPUTING)
+    types["arrived"] = plgpu.Barrier(num_arrivals=parts, num_barriers=tile.computing)
     line = types["staging"].shape[-1]
     shapes = {
         "dz": ((plan.rows, parts * plan.columns), plan.out_dtype),

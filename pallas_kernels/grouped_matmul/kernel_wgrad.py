@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +31,18 @@ from pallas_kernels.grouped_matmul import tasks
 from pallas_kernels.grouped_matmul.config_mosaic import (
     ALIGN,
     BAND,
-    COMPUTING,
     STEP,
     Tile,
 )
 from pallas_kernels.grouped_matmul.kernel import (
     Fetched,
     Ring,
+    chunk_of,
     divide,
     each_tile,
     feed,
     launch,
+    part_of_columns,
     part_origin,
     run_warpgroups,
     scratch,
@@ -89,6 +91,10 @@ class WeightGradient:
             raise ValueError(
                 f"block_m={self.tile.block_m} of a weight gradient, allowed are "
                 "multiples of 64"
+            )
+        if self.tile.cluster > 1:
+            raise ValueError(
+                f"cluster={self.tile.cluster} of a weight gradient, allowed is 1"
             )
 
     @property
@@ -153,7 +159,7 @@ def _clear_others(
             piece = operand.at[slot, pl.ds(top, height), pl.ds(column, width)]
             one = functools.partial(_clear, piece, low - top, high - top)
             if shared:
-                pl.when(warpgroup == number % COMPUTING)(one)
+                pl.when(warpgroup == number % plan.tile.computing)(one)
             else:
                 one()
         return carry
@@ -168,7 +174,7 @@ def _add_part(
     staging: Any,
     warpgroup: jax.Array,
     out: Any,
-    value: jax.Array,
+    values: Sequence[jax.Array],
     *,
     row: jax.Array,
     high: jax.Array,
@@ -180,15 +186,14 @@ def _add_part(
     def chunk(band, at):
         rows, columns = pl.ds(row + band * BAND, BAND), pl.ds(column + at * line, line)
         before = load_global(out.at[rows, columns]).astype(jnp.float32)
-        more = value[band * BAND : (band + 1) * BAND, at * line : (at + 1) * line]
-        return ((before + more).astype(out.dtype),)
+        return ((before + chunk_of(values, band, at, line)).astype(out.dtype),)
 
     store_chunks(
         staging,
         warpgroup,
         ((out, column),),
         chunk,
-        shape=value.shape,
+        shape=(values[0].shape[0], values[0].shape[1] * len(values)),
         row=row,
         low=row,
         high=high,
@@ -235,12 +240,13 @@ def _wgrad_kernel(
 
     def compute(warpgroup):
         offset, shape = part_origin(tile, warpgroup), tile.part
-        mine = pl.ds(offset[0], shape[0]), pl.ds(offset[1], shape[1])
+        parts = part_of_columns(tile, offset[1])
 
         def one(index, fetched, which, passed):
             task, pieces = task_of(index, fetched)
 
-            def multiply(acc, slot, k):
+            def multiply(*args):
+                *accs, slot, k = args
                 low = jnp.maximum(task.start - task.begin - k * STEP, 0)
                 high = jnp.minimum(task.end - task.begin - k * STEP, STEP)
 
@@ -252,12 +258,20 @@ def _wgrad_kernel(
                         plgpu.barrier_arrive(met)
                         plgpu.barrier_wait(met)
 
-                left = ring.a.at[slot, :, mine[0]].T
-                plgpu.wgmma(acc, left, ring.b.at[slot, :, mine[1]])
+                left = ring.a.at[slot, :, pl.ds(offset[0], shape[0])].T
+                for acc, part in zip(accs, parts, strict=True):
+                    plgpu.wgmma(acc, left, ring.b.at[slot, :, pl.ds(*part)])
 
             row, column = task.row + offset[0], task.column + offset[1]
-            (value,) = ring.accumulate(which, passed, pieces, shape, multiply)
-            part = staging, warpgroup, out.at[task.expert], value
+            values = ring.accumulate(
+                which,
+                passed,
+                pieces,
+                (shape[0], parts[0][1]),
+                multiply,
+                sums=len(parts),
+            )
+            part = staging, warpgroup, out.at[task.expert], values
             high = jnp.int32(plan.in_dim)
             if plan.accumulates:
                 # Nothing to add: no rows to write.
@@ -269,7 +283,7 @@ def _wgrad_kernel(
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -302,7 +316,7 @@ def weight_gradient(
     pieces = (STEP, tile.block_m), (STEP, tile.block_n)
     scratch_types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
     if tile.rings == 1:
-        scratch_types["met"] = plgpu.Barrier(num_arrivals=COMPUTING)
+        scratch_types["met"] = plgpu.Barrier(num_arrivals=tile.computing)
     kernel = functools.partial(_wgrad_kernel, plan=plan, blocks=blocks)
     operands = tasks.bounds(group_sizes), x, dy
     if into is None:

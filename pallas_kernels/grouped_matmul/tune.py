@@ -3,7 +3,9 @@
     python -m pallas_kernels.grouped_matmul.tune --names qwen3_next_up,dense_64 \
         --json pallas_kernels/tuned/nvidia_h200/grouped_matmul.json
 
-A tile whose result is not XLA's gets no time. Sizes are those of the "perf" specs.
+`--only "computing=3,cluster=2"` tries the tiles that have one of these in their text,
+and no variants of the best. A tile whose result is not XLA's gets no time. Sizes are
+those of the "perf" specs.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def _measured(
 def _variants(best: Tile, product: str) -> Iterator[Tile]:
     """What may help the best tile a little."""
     yield dataclasses.replace(best, swizzled=not best.swizzled)
+    yield dataclasses.replace(best, eager=not best.eager)
     if product == "weight":
         yield dataclasses.replace(best, tail_rows=72 - best.tail_rows)
     else:
@@ -63,13 +66,16 @@ def _variants(best: Tile, product: str) -> Iterator[Tile]:
 
 
 def tune(
-    spec: specs.Spec, products: Sequence[str] = PRODUCTS
+    spec: specs.Spec,
+    products: Sequence[str] = PRODUCTS,
+    only: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """The best tiles of one size.
 
     Args:
       spec: the size.
       products: "forward", "data", "weight" or some of them.
+      only: texts, one of which a tile's text must have; all tiles if there are none.
 
     Returns:
       Table key -> the tile's fields and its time "ms".
@@ -90,11 +96,13 @@ def tune(
         )
         guess = getattr(config_mosaic.heuristic(**sizes), product)
         tiles = dict.fromkeys((guess, *config_mosaic.CANDIDATES))
+        if only:
+            tiles = [t for t in tiles if any(text in str(t) for text in only)]
         times = {t: ms for t in tiles if (ms := measure(t)) is not None}
         if not times:
             continue
         best = min(times, key=lambda tile: times[tile])
-        for tile in _variants(best, product):
+        for tile in () if only else _variants(best, product):
             if (ms := measure(tile)) is not None:
                 times[tile] = ms
         best = min(times, key=lambda tile: times[tile])
@@ -112,13 +120,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--specs", default="perf", help="ci, model or perf")
     parser.add_argument("--names", help="of specs, separated by commas; default all")
     parser.add_argument("--products", default=",".join(PRODUCTS))
+    parser.add_argument("--only", help="texts of tiles, one of them, by commas")
     options = parser.parse_args(argv)
     about = bench.stamp()
     entries: dict[str, dict[str, Any]] = {}
     for spec in specs.specs(options.specs):
         if options.names and spec.name not in options.names.split(","):
             continue
-        entries |= tune(spec, options.products.split(","))
+        only = options.only.split(",") if options.only else ()
+        entries |= tune(spec, options.products.split(","), only)
         tuning.write(options.json, about, entries)
 
 

@@ -7,6 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_products import (
+    PRODUCTS,
+    arguments,
+    borders,
+    by_hand,
+    card,
+    cut,
+    lowered,
+)
 
 from pallas_kernels._common import hw, tuning
 from pallas_kernels._common.interpret import interpreted
@@ -28,11 +37,6 @@ from pallas_kernels.grouped_matmul.tasks import Column
 KERNEL = {s.name: s for s in specs.specs("ci") if s.name.startswith("ci_kernel")}
 
 
-def card(sms):
-    """A small one, so that a block has several tiles."""
-    return hw.Device(kind=hw.H200.kind, sms=sms, smem_bytes=hw.H200.smem_bytes)
-
-
 @pytest.fixture
 def one_block():
     # The interpreter compiles a kernel anew for each warpgroup of each block.
@@ -40,34 +44,10 @@ def one_block():
         yield
 
 
-@functools.cache
-def drawn(spec):
-    return jax.jit(spec.arguments)(jax.random.key(0))
-
-
-def arguments(spec):
-    return [np.array(a) for a in drawn(spec)]
-
-
 def run(spec, args):
     op = functools.partial(grouped_matmul, implementation="mosaic")
     out = jax.jit(specs.run(spec, op, backward=True))(*args)
     return [np.asarray(a) for a in out]
-
-
-def by_hand(x, w, sizes, dy):
-    """y, dx, dw expert by expert in float64."""
-    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
-    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
-    for expert, (start, end) in enumerate(itertools.pairwise(borders(sizes))):
-        rows = slice(start, end)
-        y[rows], dx[rows] = x[rows] @ w[expert], dy[rows] @ w[expert].T
-        dw[expert] = x[rows].T @ dy[rows]
-    return y, dx, dw
-
-
-def borders(sizes):
-    return np.concatenate([[0], np.cumsum(sizes)])
 
 
 def assert_experts_close(got, want, sizes, except_for=()):
@@ -108,33 +88,6 @@ TILES = (
 )
 
 
-def single(what, tile, args, dtype):
-    """One of the three products, cut as `tile` says."""
-    from pallas_kernels.grouped_matmul import kernel_wgrad, mosaic
-
-    x, w, sizes, dy = (jnp.asarray(a) for a in args)
-    if what != "dw":
-        operand, back = (dy, True) if what == "dx" else (x, False)
-        return mosaic._product(
-            operand, w, sizes, jnp.dtype(dtype), tile, transposed=back
-        )
-    plan = kernel_wgrad.WeightGradient(
-        rows=x.shape[0],
-        experts=w.shape[0],
-        in_dim=w.shape[1],
-        out_dim=w.shape[2],
-        dtype=x.dtype,
-        out_dtype=jnp.dtype(dtype),
-        tile=tile,
-    )
-    return kernel_wgrad.weight_gradient(plan, x, dy, sizes)
-
-
-def cut(what, tile, sms, spec, dtype=jnp.bfloat16):
-    with hw.assume(card(sms)), interpreted():
-        return np.asarray(single(what, tile, arguments(spec), dtype))
-
-
 @pytest.mark.parametrize(
     "what, tile, name",
     [
@@ -147,8 +100,8 @@ def cut(what, tile, sms, spec, dtype=jnp.bfloat16):
 )
 def test_however_it_is_cut(what, tile, name):
     spec = KERNEL[name]
-    got = cut(what, tile, 1, spec)
-    want = by_hand(*arguments(spec))[("y", "dx", "dw").index(what)]
+    got = cut(what, tile, 1, arguments(spec))
+    want = by_hand(*arguments(spec))[PRODUCTS.index(what)]
     empty = np.array(spec.sizes) == 0
     assert_close(got, want, name=what)
     assert what != "dw" or not np.any(got[empty])
@@ -168,7 +121,7 @@ def test_squared_relu_is_applied_before_rounding(one_block):
 def test_blocks_share_the_tiles_and_give_the_same_bits():
     """Results in f32, which leave in other pieces than those of 16 bits."""
     spec = KERNEL["ci_kernel_narrow"]
-    one, two = (cut("y", TILES[2], sms, spec, jnp.float32) for sms in (1, 2))
+    one, two = (cut("y", TILES[2], sms, arguments(spec), jnp.float32) for sms in (1, 2))
     assert one.dtype == np.float32
     assert_close(one, by_hand(*arguments(spec))[0], rel=1e-6)
     np.testing.assert_array_equal(one, two)
@@ -219,20 +172,6 @@ def test_the_table_is_long_enough_for_the_worst_sizes():
             groups = min(experts + 1, rows // size)
             worst = groups * -(-(size + ALIGN - 1) // block_m)
             assert worst <= length, (block_m, rows, experts, size)
-
-
-def lowered(what, tile, rows=8192, experts=8, in_dim=2688, out_dim=1856):
-    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
-    args = (
-        like((rows, in_dim)),
-        like((experts, in_dim, out_dim)),
-        sizes,
-        like((rows, out_dim)),
-    )
-    with hw.assume():
-        traced = jax.jit(lambda *a: single(what, tile, a, jnp.bfloat16)).trace(*args)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def possible(name):
