@@ -11,6 +11,7 @@ Table of contents; every name is imported on first use:
 ``grouped_matmul``     one matrix product per expert over sorted rows
 ``sort_dispatch``      sort-based routing of tokens to experts
 ``ssd``                the Mamba-2 recurrence, chunked, and one token of it
+``engram_gate``        how much of a memory each stream takes, and that much of it
 ``engram_gather``      rows of a table, in 16 bits or in 8 with scales
 ``engram_hash``        row numbers of hashed n-grams
 ``segment_sum``        sums of rows with equal ids, in one order
@@ -26,6 +27,7 @@ import types
 _OPS = (
     "attention",
     "causal_conv1d",
+    "engram_gate",
     "engram_gather",
     "engram_hash",
     "gated_delta_rule",

@@ -9,6 +9,7 @@ from typing import Any
 OPS = (
     "attention",
     "causal_conv1d",
+    "engram_gate",
     "engram_gather",
     "engram_hash",
     "gated_delta_rule",

@@ -1,0 +1,260 @@
+"""`engram_gate`: every form against the reference and float64, kernels interpreted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import engram_gate
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.engram_gate import api, config, reference, specs
+
+
+CI = {spec.name: spec for spec in specs.specs("ci")}
+MODEL = {spec.name: spec for spec in specs.specs("model")}
+
+# One SM leaves blocks with more than one token.
+SMALL = dataclasses.replace(hw.H200, sms=1)
+
+NAMES = ("y", "gate", "dh", "dkv", "dquery_scale", "dkey_scale")
+
+
+def expected(spec, args):
+    """Results and gradients of the reference from float32 copies of the arguments."""
+    exact = tuple(
+        a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        for a in args
+    )
+
+    def op(*arrays, **options):
+        return reference.engram_gate(*arrays, eps=1e-6, clamp=1e-6, **options)
+
+    return jax.jit(specs.run(spec, op, backward=True, exact=True))(*exact)
+
+
+def results(spec, args, implementation):
+    op = functools.partial(engram_gate, implementation=implementation)
+    return jax.jit(specs.run(spec, op, backward=True))(*args)
+
+
+def assert_results(spec, got, want):
+    assert got[0].dtype == (spec.out_dtype or spec.dtype)
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        rel = 5e-5 if a.dtype == jnp.float32 else None
+        assert_close(a, b, rel=rel, name=f"{spec.name} {name}")
+
+
+@pytest.mark.parametrize("name", CI)
+def test_xla_and_the_kernels_are_the_reference(name):
+    spec = CI[name]
+    args = jax.jit(spec.arguments)(jax.random.key(0))
+    want = expected(spec, args)
+    with hw.assume(SMALL), interpreted():
+        for implementation in ("xla", "mosaic"):
+            assert_results(spec, results(spec, args, implementation), want)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_rings_of_any_depth(monkeypatch, stages):
+    tiling = config.Config(stages=stages, blocks_per_sm=1)
+    monkeypatch.setattr(config, "pick", lambda *_: tiling)
+    spec = CI["ci_dead"]
+    args = jax.jit(spec.arguments)(jax.random.key(1))
+    with hw.assume(SMALL), interpreted():
+        got = results(spec, args, "mosaic")
+    assert_results(spec, got, expected(spec, args))
+
+
+def scored(scores, dim=256):
+    """h, kv and gains of one stream whose scores are these."""
+    # Norms of constant rows are one; the gain says what their product gives.
+    h = jnp.ones((1, len(scores), 1, dim), jnp.float32)
+    signs = jnp.array(scores, jnp.float32)
+    # A share of the columns disagrees: <h, k> / D is the score over sqrt(D).
+    lead = (
+        jnp.arange(dim, dtype=jnp.float32)[None]
+        < (dim * (1 + signs / dim**0.5) / 2)[:, None]
+    )
+    keys = jnp.where(lead, 1.0, -1.0)[None, :, None]
+    value = jnp.full(keys.shape, 2.0, jnp.float32)
+    return h, jnp.concatenate([keys, value], axis=2), jnp.ones((1, dim), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic"])
+@pytest.mark.parametrize("copies_sign", [False, True])
+def test_zeros_and_saturation(implementation, copies_sign):
+    h, kv, ones = scored([0.0, 16.0, -16.0, 1.0])
+    kv = kv.at[0, 0, 0].set(0.0)
+    op = functools.partial(
+        engram_gate, copies_sign=copies_sign, implementation=implementation
+    )
+    with interpreted():
+        y, gate = op(h, kv, ones, ones)
+    zero = 1 / (1 + np.exp(-1e-3)) if copies_sign else 0.5
+    want = [zero] + [1 / (1 + np.exp(-s)) for s in (4.0, -4.0, 1.0)]
+    np.testing.assert_allclose(gate[0, :, 0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(y[0, 1:, 0, 0], 2 * np.array(want[1:]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_a_score_within_the_clamp_has_no_gradient(implementation):
+    h, kv, ones = scored([1e-9, 4.0])
+    kv = kv.at[0, 0, 0].set(1e-8 * kv[0, 1, 0])
+
+    def gates(h, kv):
+        return jnp.sum(
+            engram_gate(
+                h, kv, ones, ones, eps=1.0, clamp=1e-3, implementation=implementation
+            )[1]
+        )
+
+    with interpreted():
+        dh, dkv = jax.grad(gates, argnums=(0, 1))(h, kv)
+    assert not np.asarray(dh)[0, 0].any()
+    assert not np.asarray(dkv)[0, 0].any()
+    assert np.asarray(dkv)[0, 1, 0].any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_dead_tokens_have_zeros_whatever_they_hold(implementation):
+    spec = CI["ci_dead"]
+    h, kv, q, k, live, dy, dgate = jax.jit(spec.arguments)(jax.random.key(2))
+    dead = ~live[:, :, None, None]
+    assert np.asarray(dead).any()
+    h, kv, dy = (jnp.where(dead, jnp.nan, x).astype(x.dtype) for x in (h, kv, dy))
+    with hw.assume(SMALL), interpreted():
+        got = results(spec, (h, kv, q, k, live, dy, dgate), implementation)
+    for name, array in zip(NAMES, got, strict=True):
+        array = np.asarray(array.astype(jnp.float32))
+        assert np.isfinite(array).all(), name
+        if array.ndim > 2:
+            assert not array[~np.asarray(live)].any(), name
+
+
+def test_the_gate_is_float32_under_16_bits():
+    spec = CI["ci_four_streams"]
+    h, kv, q, k, *_ = jax.jit(spec.arguments)(jax.random.key(3))
+    with hw.assume(SMALL), interpreted():
+        gate = engram_gate(h, kv, q, k, implementation="mosaic")[1]
+    h, kv, q, k = (np.asarray(x).astype(np.float64) for x in (h, kv, q, k))
+
+    def normed(x):
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    score = np.sum(normed(h) * q * normed(kv[:, :, :-1]) * k, -1) / h.shape[-1] ** 0.5
+    want = 1 / (1 + np.exp(-np.sign(score) * np.sqrt(np.maximum(np.abs(score), 1e-6))))
+    np.testing.assert_allclose(gate, want, rtol=1e-5, atol=1e-6)
+
+
+def lowered(spec):
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))
+    op = functools.partial(engram_gate, implementation="mosaic")
+    step = jax.jit(specs.run(spec, op, backward=True))
+    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return "pk_engram_gate_fwd" in text and "pk_engram_gate_bwd" in text
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *specs.specs("perf"),
+        *specs.specs("model"),
+        CI["ci_f16"],
+        CI["ci_two_streams_f32"],
+    ],
+    ids=lambda spec: f"{spec.tag}-{spec.name}",
+)
+def test_lowers_for_the_card_at_every_size(spec):
+    with hw.assume():
+        assert lowered(spec)
+
+
+def test_the_rings_of_the_heuristic_fit():
+    for direction in ("fwd", "bwd"):
+        for out in ("bfloat16", "float32"):
+            call = (4, 2560, "bfloat16", out, direction)
+            tiling = config.heuristic(*call)
+            need = tiling.stages * config.stage_bytes(*call)
+            need += config.fixed_bytes(4, 2560, direction)
+            assert need * tiling.blocks_per_sm <= hw.H200.smem_bytes
+
+
+def test_a_ring_too_large_is_refused_before_the_launch(monkeypatch):
+    tiling = config.Config(stages=8, blocks_per_sm=1)
+    monkeypatch.setattr(config, "pick", lambda *_: tiling)
+    with hw.assume(), pytest.raises(ValueError, match="shared memory"):
+        lowered(MODEL["engram_27b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"h": jnp.ones((2, 4, 8))}, r"float32\[2, 4, 8\]"),
+        ({"kv": jnp.ones((1, 2, 4, 8))}, r"float\[1, 2, 5, 8\]"),
+        ({"key_scale": jnp.ones((4, 7))}, r"key_scale has shape \[4, 7\]"),
+        ({"is_live": jnp.ones((1, 3), bool)}, r"bool\[1, 3\]"),
+        ({"clamp": 0.0}, "clamp=0.0"),
+    ],
+)
+def test_caller_errors_name_the_value(arguments, message):
+    call = {
+        "h": jnp.ones((1, 2, 4, 8)),
+        "kv": jnp.ones((1, 2, 5, 8)),
+        "query_scale": jnp.ones((4, 8)),
+        "key_scale": jnp.ones((4, 8)),
+    } | arguments
+    with pytest.raises(ValueError, match=message):
+        engram_gate(**call)
+
+
+@pytest.mark.parametrize(
+    ("streams", "dim", "message"),
+    [
+        (3, 256, "G=3"),
+        (4, 96, "D=96"),
+        (4, 5120, "160 elements"),
+        (4, 32, "32 threads"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_said(streams, dim, message):
+    h = jax.ShapeDtypeStruct((1, 2, streams, dim), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((1, 2, streams + 1, dim), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((streams, dim), jnp.float32)
+    with hw.assume(), pytest.raises(NotImplementedError, match=message):
+        api.choose(h, kv, scale, scale, implementation="mosaic")
+
+
+def test_none_keeps_xla_until_a_row_was_measured():
+    h = jax.ShapeDtypeStruct((1, 2, 4, 256), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((1, 2, 5, 256), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((4, 256), jnp.float32)
+    with hw.assume():
+        choice = api.choose(h, kv, scale, scale)
+    assert choice.implementation == "xla"
+    assert "no measured row" in choice.refused["mosaic"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CI, *MODEL])
+def test_the_kernels_on_the_card(name):
+    spec = (CI | MODEL)[name]
+    args = jax.jit(spec.arguments)(jax.random.key(4))
+    assert_results(spec, results(spec, args, "mosaic"), expected(spec, args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODEL)
+def test_a_hundred_runs_give_the_same_bits(name):
+    spec = MODEL[name]
+    args = jax.jit(spec.arguments)(jax.random.key(5))
+    op = functools.partial(engram_gate, implementation="mosaic")
+    step = jax.jit(specs.run(spec, op, backward=True))
+    first = [np.asarray(leaf) for leaf in step(*args)]
+    for _ in range(100):
+        for a, b in zip(first, step(*args), strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b))
