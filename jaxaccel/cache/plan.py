@@ -88,6 +88,9 @@ class CachePlanConfig:
                     f"prompts[{row}] has {length} tokens, with {new_tokens} new ones "
                     f"more than the capacity={self.capacity} of the cache"
                 )
+        grown = [length + new_tokens for length in lengths]
+        for policy in {self.policy, *(policy for _, policy in self.layers)}:
+            policy.check_lengths(grown)
 
 
 @jax.tree_util.register_dataclass

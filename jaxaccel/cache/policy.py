@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,6 +77,16 @@ class CachePolicy:
         Raises:
           ValueError: a setting does not fit the layer.
           NotImplementedError: the policy cannot serve such layers.
+        """
+
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        """Refuses rows that would grow beyond what the policy can hold.
+
+        Args:
+          lengths: tokens of each row, in the end.
+
+        Raises:
+          ValueError: names the numbers.
         """
 
     def host_names(self) -> tuple[str, ...]:

@@ -159,3 +159,121 @@ def shadowkv_keep(
         for i in read:
             keep[g, starts[i] : starts[i] + chunk] = True
     return keep
+
+
+def quest_keep(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    page: int,
+    chosen: int,
+    local_window: int,
+    scale: float,
+) -> np.ndarray:
+    """What a query of Quest reads.
+
+    Args:
+      q: [H, K].
+      k: [N, G, K], after the rotation.
+      page: tokens per page.
+      chosen: pages that are chosen.
+      local_window: newest tokens, which are read anyway.
+      scale: factor on the scores.
+
+    Returns:
+      bool[G, N].
+    """
+    length, groups = k.shape[:2]
+    repeats = q.shape[0] // groups
+    outside = max(length - local_window, 0)
+    starts = range(0, outside, page)
+    keep = np.zeros((groups, length), bool)
+    keep[:, outside:] = True
+    for g in range(groups):
+        bounds = np.zeros(len(starts))
+        for i, start in enumerate(starts):
+            keys = k[start : start + page, g].astype(np.float64)
+            bounds[i] = max(
+                scale * np.maximum(head * keys.min(0), head * keys.max(0)).sum()
+                for head in q[g * repeats : (g + 1) * repeats]
+            )
+        for i in np.argsort(-bounds, kind="stable")[:chosen]:
+            keep[g, starts[i] : starts[i] + page] = True
+    return keep
+
+
+def snapkv_keep(
+    q: np.ndarray,
+    k: np.ndarray,
+    prompt: int,
+    *,
+    budget: int,
+    window: int,
+    kernel: int,
+    scale: float,
+) -> np.ndarray:
+    """What SnapKV keeps of a text, while none of its generated tokens is lost.
+
+    Args:
+      q: [N, H, K], after the rotation.
+      k: [N, G, K].
+      prompt: length of the prompt.
+      budget: tokens kept of the prompt before its window.
+      window: last tokens of the prompt.
+      kernel: places over which weights are averaged.
+      scale: factor on the scores.
+
+    Returns:
+      bool[G, N].
+    """
+    groups = k.shape[1]
+    repeats = q.shape[1] // groups
+    start = max(prompt - window, 0)
+    keep = np.zeros((groups, k.shape[0]), bool)
+    keep[:, start:] = True
+    for g in range(groups):
+        total = np.zeros(start)
+        for t in range(start, prompt):
+            for h in range(g * repeats, (g + 1) * repeats):
+                total += weights(q[t, h], k[: t + 1, g], scale)[:start] / repeats
+        pooled = (
+            np.convolve(total, np.ones(kernel) / kernel, "same") if start else total
+        )
+        keep[g, np.argsort(-pooled, kind="stable")[:budget]] = True
+    return keep
+
+
+def h2o_keep(
+    q: np.ndarray, k: np.ndarray, prompt: int, *, heavy: int, recent: int, scale: float
+) -> np.ndarray:
+    """What H2O holds when the last query of a text is read.
+
+    Args:
+      q: [N, H, K], after the rotation.
+      k: [N, G, K].
+      prompt: length of the prompt, whose queries see all before them.
+      heavy: tokens kept for their weights.
+      recent: newest tokens kept.
+      scale: factor on the scores.
+
+    Returns:
+      bool[G, N].
+    """
+    length, groups = k.shape[:2]
+    repeats = q.shape[1] // groups
+    keep = np.zeros((groups, length), bool)
+    for g in range(groups):
+        mass = np.zeros(length)
+        held: list[int] = []
+        for t in range(length):
+            held.append(t)
+            if t >= prompt and len(held) > heavy + recent:
+                old = [i for i in held if i <= t - recent]
+                held.remove(min(old, key=lambda i: mass[i]))
+            for h in range(g * repeats, (g + 1) * repeats):
+                mass[held] += weights(q[t, h], k[held, g], scale)
+            if t == prompt - 1:
+                old = sorted(held[: max(prompt - recent, 0)], key=lambda i: -mass[i])
+                held = sorted(old[:heavy]) + held[max(prompt - recent, 0) :]
+        keep[g, held] = True
+    return keep

@@ -1,0 +1,171 @@
+"""Quest, SnapKV, H2O and pages against their definitions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import layer_text as lt
+import numpy as np
+import pytest
+
+from jaxaccel.cache import reference
+from jaxaccel.cache.full import DenseCacheConfig
+from jaxaccel.cache.h2o import H2OCacheConfig
+from jaxaccel.cache.paged import PagedCacheConfig
+from jaxaccel.cache.quest import QuestCacheConfig, upper_bounds
+from jaxaccel.cache.snapkv import SnapKVCacheConfig
+
+
+LENGTHS, COUNT = [29, 0, 14], 12
+QUEST = QuestCacheConfig(budget=8, page=4, local_window=5)
+SNAPKV = SnapKVCacheConfig(budget=6, window=4, kernel=3, generated=16)
+H2O = H2OCacheConfig(heavy=5, recent=4)
+PAGED = PagedCacheConfig(page=4)
+SCALE = lt.SPEC.scale
+
+
+@pytest.fixture(scope="module")
+def text():
+    return lt.draw(length=41)
+
+
+def quest_keep(b, q, k, v, n):
+    return reference.quest_keep(q[-1], k, page=4, chosen=2, local_window=5, scale=SCALE)
+
+
+def snapkv_keep(b, q, k, v, n):
+    return reference.snapkv_keep(
+        q, k, LENGTHS[b], budget=6, window=4, kernel=3, scale=SCALE
+    )
+
+
+def h2o_keep(b, q, k, v, n):
+    return reference.h2o_keep(q, k, LENGTHS[b], heavy=5, recent=4, scale=SCALE)
+
+
+@pytest.mark.parametrize(
+    ("policy", "keep"),
+    [(QUEST, quest_keep), (SNAPKV, snapkv_keep), (H2O, h2o_keep)],
+    ids=["quest", "snapkv", "h2o"],
+)
+def test_it_reads_what_the_definition_says(text, policy, keep):
+    _, o, state = lt.run(policy, text, LENGTHS, COUNT)
+    expected = lt.expected(text, LENGTHS, COUNT, keep)
+    np.testing.assert_allclose(o, expected, atol=2e-6)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, LENGTHS, COUNT)
+    assert np.abs(o - dense)[-1, 0].max() > 1e-3
+    np.testing.assert_array_equal(state.length, np.array(LENGTHS) + COUNT)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        QuestCacheConfig(budget=44, page=4, local_window=5),
+        SnapKVCacheConfig(budget=32, window=4, generated=16),
+        H2OCacheConfig(heavy=30, recent=11),
+        PAGED,
+    ],
+    ids=["quest", "snapkv", "h2o", "paged"],
+)
+def test_the_whole_budget_is_dense_under_sinks_and_a_cap(policy):
+    text = lt.draw(length=41, sinks=True)
+    spec = dataclasses.replace(lt.SPEC, logit_cap=3.0)
+    _, o, _ = lt.run(policy, text, LENGTHS, COUNT, spec=spec)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, LENGTHS, COUNT, spec=spec)
+    np.testing.assert_allclose(o, dense, atol=3e-6)
+
+
+def test_no_key_of_a_page_scores_above_its_bound():
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 1, 4, 8)), jnp.float32)
+    k = jnp.asarray(rng.normal(size=(2, 2, 5, 4, 8)), jnp.float32)  # [B, G, P, page, K]
+    low, high = k.min(axis=3), k.max(axis=3)
+    may = jnp.asarray([[[True] * 5], [[True] * 4 + [False]]])
+    bounds = upper_bounds(q, low, high, may, lt.SPEC)
+    heads = q.reshape(2, 2, 2, 8)
+    scores = SCALE * np.einsum("bgrk,bgpnk->bgrpn", heads, k)
+    assert (np.asarray(bounds)[0] >= scores.max(axis=(2, 4))[0] - 1e-6).all()
+    # Tight where a page is one key.
+    tight = upper_bounds(q, k[:, :, :, 0], k[:, :, :, 0], may, lt.SPEC)
+    np.testing.assert_allclose(tight[0], scores.max(axis=2)[0, :, :, 0], atol=1e-6)
+
+
+def test_a_schedule_of_quest_keeps_to_its_choice(text):
+    policy = dataclasses.replace(QUEST, local_window=8)
+    every = dataclasses.replace(policy, refresh_every=3)
+    _, o, _ = lt.run(every, text, LENGTHS, COUNT)
+    _, plain, _ = lt.run(policy, text, LENGTHS, COUNT)
+    np.testing.assert_array_equal(o[::3], plain[::3])
+    assert (o[1::3] != plain[1::3]).any()
+
+
+def test_snapkv_lets_the_oldest_generated_tokens_go(text):
+    """With room for 3 of them, the ring holds the last 4 + 3 tokens."""
+    policy = dataclasses.replace(SNAPKV, generated=3)
+    _, o, _ = lt.run(policy, text, LENGTHS, COUNT)
+
+    def keep(b, q, k, v, n):
+        kept = snapkv_keep(b, q, k, v, n)
+        token = np.arange(n)
+        late = token >= max(LENGTHS[b] - 4, 0)
+        return kept & ~(late & (token < n - 7))
+
+    expected = lt.expected(text, LENGTHS, COUNT, keep)
+    np.testing.assert_allclose(o, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("policy", [QUEST, H2O, SNAPKV, PAGED], ids=lambda p: type(p))
+def test_a_row_of_padding_keeps_its_cache(text, policy):
+    _, _, before = lt.run(policy, text, [20, 9, 14], 2)
+    arrays = tuple(text.__dict__.values())
+    real = jnp.asarray([True, False, True])
+    o, after = lt.steps(policy, lt.SPEC, 6, arrays, before.length, before, real)
+    assert not np.isnan(o).any()
+    for name in after.names():
+        if name not in (*after.SHARED, "ids"):
+            np.testing.assert_array_equal(after[name][1], before[name][1], name)
+
+
+def test_pages_are_taken_once_and_given_back(text):
+    """Rows of 29, 1 and 14 tokens grow by 6; then one ends, and another begins."""
+    policy = PagedCacheConfig(page=4, num_pages=16)
+    policy.check_lengths([35, 7, 20])
+    _, o, state = lt.run(policy, text, [29, 1, 14], 6)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, [29, 1, 14], 6)
+    np.testing.assert_allclose(o, dense, atol=2e-6)
+    table = np.asarray(state.table)
+    assert (table >= 0).sum(axis=1).tolist() == [9, 2, 5]
+    assert sorted(table[table >= 0]) == list(range(16))
+    # The pool is full: what comes without a page is counted, and hurts no row.
+    arrays, ones = tuple(text.__dict__.values()), jnp.ones((3,), bool)
+    _, full = lt.steps(policy, lt.SPEC, 2, arrays, state.length, state, ones)
+    np.testing.assert_array_equal(full.lost, [1, 1, 2])
+    stacked = jax.tree.map(lambda x: x[None], full)
+    empty = jax.tree.map(
+        lambda x: x[0], stacked.reset(jnp.asarray([True, False, False]))
+    )
+    assert (np.asarray(empty.table[0]) == -1).all()
+    length = jnp.asarray([0, 0, 0], jnp.int32)
+    first = jnp.asarray([True, False, False])
+    o, again = lt.steps(policy, lt.SPEC, 9, arrays, length, empty, first)
+    _, alone, _ = lt.run(DenseCacheConfig(), text, [0, 0, 0], 9)
+    np.testing.assert_allclose(o[:, 0], alone[:, 0], atol=2e-6)
+    held = np.asarray(again.table)
+    assert len(set(held[held >= 0])) == (held >= 0).sum() == 10
+
+
+def test_what_does_not_fit_is_refused(text):
+    with pytest.raises(ValueError, match="2 rows of 12 tokens together need 4 pages"):
+        PagedCacheConfig(page=4, num_pages=3).check_lengths([7, 5])
+    with pytest.raises(ValueError, match="T=29 tokens, more than the 28 slots"):
+        lt.run(PAGED, text, LENGTHS, 1, room=28)
+    with pytest.raises(ValueError, match="T=29 tokens, more than the 20 slots"):
+        lt.run(QUEST, text, LENGTHS, 1, room=20)
+    with pytest.raises(ValueError, match="budget=6 must be a multiple of page=4"):
+        dataclasses.replace(QUEST, budget=6)
+    with pytest.raises(ValueError, match=r"local_window=5 must be at least"):
+        dataclasses.replace(QUEST, refresh_every=2)
+    with pytest.raises(ValueError, match="kernel=4 must be odd"):
+        dataclasses.replace(SNAPKV, kernel=4)
+    with pytest.raises(ValueError, match="heavy=0 must be positive"):
+        dataclasses.replace(H2O, heavy=0)
