@@ -14,6 +14,7 @@ Table of contents; every name is imported on first use:
 ``engram_gate``        how much of a memory each stream takes, and that much of it
 ``engram_gather``      rows of a table, in 16 bits or in 8 with scales
 ``engram_hash``        row numbers of hashed n-grams
+``host_gather``        rows of a table that stays in the host's memory
 ``segment_sum``        sums of rows with equal ids, in one order
 ``explain``            which implementation a call would run, and why
 =====================  =========================================================
@@ -33,6 +34,7 @@ _OPS = (
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_matmul",
+    "host_gather",
     "rms_norm",
     "segment_sum",
     "sort_dispatch",

@@ -15,6 +15,7 @@ OPS = (
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_matmul",
+    "host_gather",
     "rms_norm",
     "segment_sum",
     "sort_dispatch",

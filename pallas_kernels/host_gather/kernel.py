@@ -1,0 +1,85 @@
+"""Mosaic GPU kernel of `host_gather`: loads that go over the link themselves.
+
+The table stays where it is. A warpgroup shares a row, 16 bytes a thread at most, and
+has several rows on their way before it needs the first; a few blocks together keep the
+link full, as each answer takes long but the link holds many. No copy engine, no thread
+of the host and no second buffer has a part in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.host_gather.config import Config, piece
+
+
+def _host_gather_kernel(
+    table_ref, ids_ref, out_ref, *, num_rows: int, groups: int, config: Config
+):
+    block, blocks = lax.axis_index("block"), min(config.blocks, groups)
+    dim = out_ref.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((dim,), piece(dim, out_ref.dtype))
+    zeros = plgpu.layout_cast(jnp.zeros(dim, out_ref.dtype), layout)
+
+    def read(lookup):
+        row = ids_ref[lookup]
+        is_row = (row >= 0) & (row < num_rows)
+        place = jnp.where(is_row, row, 0)
+        return is_row, plgpu.load(table_ref.at[place], layout=layout)
+
+    def write(lookup, row):
+        out_ref.at[lookup][...] = row
+
+    def step(i, carry):
+        first = (block + i * blocks) * config.rows
+        lookups = [first + r for r in range(config.rows)]
+        # All loads are issued before the first one is needed.
+        loaded = [read(lookup) for lookup in lookups]
+        for lookup, (is_row, row) in zip(lookups, loaded, strict=True):
+            # One branch for all of a row: values of 8 bits have no select.
+            pl.when(is_row)(functools.partial(write, lookup, row))
+            pl.when(~is_row)(functools.partial(write, lookup, zeros))
+        return carry
+
+    count = lax.div(groups - 1 - block + blocks, jnp.int32(blocks))
+    lax.fori_loop(0, count, step, 0)
+
+
+def host_gather(config: Config, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Launches the gather.
+
+    Args:
+      config: how to read.
+      table: [N, d], in the host's memory or the device's.
+      ids: i32[M], M a multiple of `config.rows`.
+
+    Returns:
+      [M, d] on the device.
+    """
+    lookups, out_type = ids.shape[0], (ids.shape[0], table.shape[1])
+    if lookups % config.rows:
+        raise ValueError(
+            f"{lookups} lookups are no multiple of the {config.rows} rows of a step"
+        )
+    groups = lookups // config.rows
+    body: Any = functools.partial(
+        _host_gather_kernel, num_rows=table.shape[0], groups=groups, config=config
+    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(out_type, table.dtype),
+        grid=(min(config.blocks, groups),),
+        grid_names=("block",),
+        kernel_name="pk_host_gather",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # threads share nothing
+        ),
+    )(table, ids)

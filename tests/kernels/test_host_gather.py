@@ -1,0 +1,151 @@
+"""`host_gather`: every form against NumPy, the kernel in the interpreter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import host_gather
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels.host_gather import api, config, specs
+
+
+CI = {spec.name: spec for spec in specs.specs("ci")}
+MODEL = {spec.name: spec for spec in specs.specs("model")}
+
+
+def expected(table, ids):
+    ids = np.asarray(ids)
+    is_row = (ids >= 0) & (ids < len(table))
+    rows = table[np.where(is_row, ids, 0)]
+    return np.where(is_row[..., None], rows, np.zeros((), table.dtype))
+
+
+def result(table, ids, implementation):
+    return jax.jit(functools.partial(host_gather, implementation=implementation))(
+        table, ids
+    )
+
+
+@pytest.mark.parametrize("name", CI)
+def test_every_form_gives_the_rows(name):
+    spec = CI[name]
+    ids, table = spec.ids(jax.random.key(0)), spec.table()
+    want = expected(table, ids)
+    assert spec.missing != want.reshape(-1, spec.dim).any(axis=1).all()
+    with interpreted():
+        for implementation in ("reference", "xla", "mosaic"):
+            got = result(jnp.asarray(table), ids, implementation)
+            assert got.dtype == spec.dtype
+            np.testing.assert_array_equal(np.asarray(got), want, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_table_in_the_host_s_memory_gives_rows_on_the_device(implementation):
+    spec = CI["ci_512_bytes"]
+    table, ids = spec.arguments(jax.random.key(1))
+    assert table.sharding.memory_kind == "pinned_host"
+    got = result(table, ids, implementation)
+    assert got.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(np.asarray(got), expected(spec.table(), ids))
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        config.Config(blocks=1, rows=1),
+        config.Config(blocks=3, rows=2),
+        config.Config(blocks=64, rows=16),
+    ],
+    ids=str,
+)
+def test_any_number_of_blocks_and_rows(monkeypatch, reading):
+    monkeypatch.setattr(config, "pick", lambda *_: reading)
+    spec = CI["ci_512_bytes"]
+    ids, table = spec.ids(jax.random.key(2)), spec.table()
+    with interpreted():
+        got = result(jnp.asarray(table), ids, "mosaic")
+    np.testing.assert_array_equal(np.asarray(got), expected(table, ids))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*specs.specs("perf"), *specs.specs("model"), *specs.specs("ci")],
+    ids=lambda spec: f"{spec.tag}-{spec.name}",
+)
+def test_lowers_for_the_card_with_the_table_on_the_host(spec):
+    place = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+    table = jax.ShapeDtypeStruct(
+        (spec.num_rows, spec.dim), jnp.dtype(spec.dtype), sharding=place
+    )
+    ids = jax.ShapeDtypeStruct(spec.lookups, jnp.int32)
+    with hw.assume():
+        step = jax.jit(functools.partial(host_gather, implementation="mosaic"))
+        text = step.trace(table, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert "pk_host_gather" in text
+
+
+def test_rows_on_their_way_fill_the_registers_at_most():
+    for dim in (128, 512, 1024, 4096, 8192):
+        picked = config.heuristic(dim, "int16")
+        assert picked.rows == 1 or picked.rows * 2 * dim <= config.FLIGHT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "message"),
+    [
+        (jnp.ones(7), jnp.zeros(3, jnp.int32), r"float32\[7\]"),
+        (jnp.ones((7, 128)), jnp.zeros(3), "float32"),
+    ],
+)
+def test_caller_errors_name_the_value(table, ids, message):
+    with pytest.raises(ValueError, match=message):
+        host_gather(table, ids)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "lookups", "message"),
+    [
+        ((7, 80), "bfloat16", 3, "rows of 80"),
+        ((7, 16384), "bfloat16", 3, "32768 bytes"),
+        ((0, 128), "float32", 3, "0 rows"),
+        ((7, 128), "float32", 0, "0 lookups"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_said(shape, dtype, lookups, message):
+    table = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
+    with hw.assume(), pytest.raises(NotImplementedError, match=message):
+        api.choose(table, ids, implementation="mosaic")
+
+
+def test_none_keeps_xla_until_a_row_was_measured():
+    table = jax.ShapeDtypeStruct((7, 128), jnp.float32)
+    with hw.assume():
+        choice = api.choose(table, jax.ShapeDtypeStruct((3,), jnp.int32))
+    assert choice.implementation == "xla"
+    assert "no measured row" in choice.refused["mosaic"]
+
+
+def test_impossible_ways_to_read_are_refused():
+    with pytest.raises(ValueError, match="allowed are"):
+        config.Config(rows=17)
+    with pytest.raises(ValueError, match="allowed are"):
+        config.Config(blocks=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CI, *MODEL])
+def test_the_kernel_on_the_card(name):
+    spec = (CI | MODEL)[name]
+    table, ids = spec.arguments(jax.random.key(3))
+    want = expected(spec.table(), ids)
+    for _ in range(20):
+        got = result(table, ids, "mosaic")
+        assert got.sharding.memory_kind == "device"
+        np.testing.assert_array_equal(np.asarray(got), want)
