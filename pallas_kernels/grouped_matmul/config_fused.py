@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels._common import hw, tuning
 from pallas_kernels.grouped_matmul import config_mosaic
@@ -44,20 +45,17 @@ def saved_bytes(tile: Tile, parts: int) -> int:
     return tile.computing * parts * rows * columns * 2
 
 
-def _stages(block_m: int, block_n: int, split: str, taken: int = 0) -> int:
+def _stages(least: Tile, taken: int = 0) -> int:
     """As many pieces as fit beside `taken` bytes, at most eight."""
-    least = Tile(block_m=block_m, block_n=block_n, split=split)
-    piece = STEP * (block_m + block_n) * 2
+    piece = STEP * (least.block_m + least.block_n) * 2
     room = hw.H200.smem_bytes - taken - least.smem_bytes() + least.stages * piece
     return min(8, room // piece) // least.rings * least.rings
 
 
-def _tile(block_m: int, block_n: int, split: str, parts: int = 0) -> Tile:
+def _tile(block_m: int, block_n: int, split: str, parts: int = 0, **more: Any) -> Tile:
     """With as many stages as fit beside `parts` tiles of what was saved."""
-    tile = Tile(block_m=block_m, block_n=block_n, split=split)
-    taken = saved_bytes(tile, parts)
-    stages = _stages(block_m, block_n, split, taken)
-    return dataclasses.replace(tile, stages=stages)
+    tile = Tile(block_m=block_m, block_n=block_n, split=split, **more)
+    return dataclasses.replace(tile, stages=_stages(tile, saved_bytes(tile, parts)))
 
 
 # What a tuning run tries for the up product of a gated activation.
@@ -69,30 +67,32 @@ PAIRS = (
     _tile(64, 256, "columns"),
     _tile(64, 256, "tiles"),
     _tile(64, 128, "tiles"),
+    _tile(192, 256, "rows", computing=3, eager=True),
+    _tile(192, 256, "rows", computing=3, eager=True, cluster=2),
+    _tile(192, 256, "columns", eager=True),
 )
 
 
 def backward_candidates(parts: int) -> tuple[Tile, ...]:
     """What a tuning run tries for the gradient between the products."""
-    shapes = (
-        (128, 128, "rows"),
-        (128, 192, "rows"),
-        (128, 256, "rows"),
-        (128, 128, "columns"),
-        (64, 128, "columns"),
-        (64, 256, "columns"),
-        (64, 128, "tiles"),
-        (128, 128, "tiles"),
+    least = (
+        Tile(block_m=128, block_n=128),
+        Tile(block_m=128, block_n=192),
+        Tile(block_m=128, block_n=256),
+        Tile(block_m=128, block_n=128, split="columns"),
+        Tile(block_m=64, block_n=128, split="columns"),
+        Tile(block_m=64, block_n=256, split="columns"),
+        Tile(block_m=64, block_n=128, split="tiles"),
+        Tile(block_m=128, block_n=128, split="tiles"),
+        Tile(block_m=192, block_n=128, computing=3, eager=True),
+        Tile(block_m=192, block_n=128, computing=3, eager=True, cluster=2),
     )
-    tiles = (
-        _tile(m, n, split, parts)
-        for m, n, split in shapes
-        if _stages(
-            m, n, split, saved_bytes(Tile(block_m=m, block_n=n, split=split), parts)
-        )
-        >= (4 if split == "tiles" else 2)
+    stages = [_stages(tile, saved_bytes(tile, parts)) for tile in least]
+    return tuple(
+        dataclasses.replace(tile, stages=number)
+        for tile, number in zip(least, stages, strict=True)
+        if number >= 2 * tile.rings
     )
-    return tuple(tiles)
 
 
 def _pair(*, rows: int, experts: int, in_dim: int, out_dim: int) -> Tile:

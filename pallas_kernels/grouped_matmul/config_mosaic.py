@@ -242,9 +242,9 @@ def _weight(rows_per_expert: int, columns: int) -> Tile:
 
 
 # For experts that have few more than 128 rows: one tile holds them all and reads their
-# matrix once. Two tiles of 128 each read it, half of the second is no expert's, and the
-# blocks that have the second ones run ahead, so that the cache has lost the matrix when
-# the others come to it.
+# matrix once. Of two tiles of 128 each reads it, half of the second is no expert's, and
+# a block that has second ones runs ahead of its neighbour, perhaps so far that the
+# cache has lost the matrix in between.
 WIDE = (
     Tile(block_m=192, block_n=256, stages=3, computing=3, eager=True),
     Tile(block_m=192, block_n=256, stages=3, computing=3, eager=True, cluster=2),

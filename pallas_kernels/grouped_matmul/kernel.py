@@ -244,7 +244,7 @@ def store_part(
     rows, width = values[0].shape
 
     def chunk(band, at):
-        return (chunk_of(values, band, at, line),)
+        return (chunk_of(values, band, at * line, line),)
 
     store_chunks(
         staging,
@@ -260,11 +260,13 @@ def store_part(
     )
 
 
-def chunk_of(values: Sequence[jax.Array], band: int, at: int, line: int) -> jax.Array:
-    """[64, line] of a part that lies in pieces side by side."""
-    which, column = divmod(at * line, values[0].shape[1])
+def chunk_of(
+    values: Sequence[jax.Array], band: int, start: int, columns: int
+) -> jax.Array:
+    """[64, columns] of a part that lies in pieces of equal width side by side."""
+    which, column = divmod(start, values[0].shape[1])
     rows = slice(band * BAND, (band + 1) * BAND)
-    return values[which][rows, column : column + line]
+    return values[which][rows, column : column + columns]
 
 
 def part_of_columns(tile: Tile, start: Any) -> list[tuple[Any, int]]:
@@ -483,6 +485,11 @@ def scratch(
     }
 
 
+def blocks_for(tile: Tile, tiles: int) -> int:
+    """Blocks of a persistent grid, or its clusters, for at most so many tiles."""
+    return min(hw.device().sms // tile.cluster, tiles)
+
+
 def launch(
     body: Callable[..., None],
     name: str,
@@ -502,7 +509,7 @@ def launch(
     """
     hw.check_registers(tile.registers)
     hw.check_smem(tile.smem_bytes() + more_bytes, name)
-    cluster = {}
+    cluster: dict[str, Any] = {}
     if tile.cluster > 1:
         cluster = {"cluster": (tile.cluster,), "cluster_names": (CLUSTER,)}
     return plgpu.kernel(
@@ -574,7 +581,8 @@ def row_task(plan: Any, index: jax.Array, fetched: Fetched) -> RowTask:
     """The tile of an index, from its row of the table of `tasks.row_tiles`.
 
     Args:
-      plan: has a tile, and the width and number of its blocks of columns.
+      plan: has a tile, and the width and number of its blocks of columns, of which the
+        blocks of a cluster have neighbouring ones.
     """
     tile = plan.tile
     expert, base, tiles, start, end = fetched
@@ -583,6 +591,8 @@ def row_task(plan: Any, index: jax.Array, fetched: Fetched) -> RowTask:
     height = jnp.minimum(tiles - panel * tile.panel, tile.panel)
     column, row = divide(index, height)
     row = (panel * tile.panel + row) * tile.block_m + divide(start, ALIGN)[0] * ALIGN
+    if tile.cluster > 1:
+        column = column * tile.cluster + lax.axis_index(CLUSTER)
     return RowTask(expert, row, column * plan.width, start, end)
 
 
@@ -610,10 +620,6 @@ def _product_kernel(
 
     def task_of(index, fetched):
         task = row_task(plan, index, fetched)
-        if tile.cluster > 1:
-            column = task.column * tile.cluster
-            column += lax.axis_index(CLUSTER) * plan.width
-            task = task._replace(column=column)
         return task, jnp.where(task.expert < plan.experts, steps, 0)
 
     def sources(task, k):
@@ -700,8 +706,7 @@ def product(
     if padding := -plan.rows % ALIGN:
         # The copies' view of x has whole pieces of 8 rows.
         x = jnp.pad(x, ((0, padding), (0, 0)))
-    blocks = hw.device().sms // tile.cluster
-    blocks = min(blocks, table.shape[0] * plan.column_blocks)
+    blocks = blocks_for(tile, table.shape[0] * plan.column_blocks)
     piece = (tile.block_n, STEP) if plan.transposed else (STEP, tile.block_n)
     name = "pk_grouped_matmul_dgrad" if plan.transposed else "pk_grouped_matmul_fwd"
     return launch(

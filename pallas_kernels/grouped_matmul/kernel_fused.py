@@ -27,7 +27,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw
 from pallas_kernels._common.layout import (
     MATRIX,
     OPERAND,
@@ -50,6 +49,8 @@ from pallas_kernels.grouped_matmul.config_mosaic import (
 from pallas_kernels.grouped_matmul.kernel import (
     Ring,
     RowTask,
+    blocks_for,
+    chunk_of,
     divide,
     each_tile,
     end_of,
@@ -90,12 +91,6 @@ class _Plan:
     activation: str | None = None
     scaled: bool = False
 
-    def __post_init__(self):
-        if self.tile.cluster > 1:
-            raise ValueError(
-                f"cluster={self.tile.cluster} of a fused product, allowed is 1"
-            )
-
     @property
     def sums(self) -> int:
         """Accumulators of a warpgroup."""
@@ -112,13 +107,26 @@ class _Plan:
 
     @property
     def column_blocks(self) -> int:
-        return -(-self.columns // self.width)
+        return -(-self.columns // (self.width * self.tile.cluster))
 
     @property
     def part(self) -> tuple[int, int]:
         """Rows and columns of the result that a warpgroup has at a time."""
         rows, columns = self.tile.part
         return rows, columns // self.sums
+
+    def places(self, start: Any) -> list[tuple[int, Any, int]]:
+        """Product, first column and width of each accumulator of a warpgroup.
+
+        `start` is the column of the tile at which the warpgroup's part begins.
+        """
+        each = max(1, self.tile.accumulators // self.sums)
+        width = self.part[1] // each
+        return [
+            (part, start + i * width, width)
+            for part in range(self.sums)
+            for i in range(each)
+        ]
 
     def origin(self, warpgroup: jax.Array) -> tuple[Any, Any]:
         """Row and column of a tile at which a warpgroup's part begins."""
@@ -141,7 +149,6 @@ class Forward(_Plan):
     saves: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
         if self.sums > 1 and not is_for_pairs(self.tile):
             raise ValueError(
                 f"{self.tile} gives a warpgroup {self.tile.part[1]} columns of gate "
@@ -171,7 +178,6 @@ class Backward(_Plan):
     emits: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
         if self.tile.is_short:
             raise ValueError(
                 f"block_m={self.tile.block_m} of a backward, allowed are multiples of "
@@ -245,8 +251,10 @@ def _forward_kernel(*refs, a, b, staging, full, free, plan: Forward, blocks: int
         line = staging.shape[-1]
         chunk_shape = BAND, line
         products = []
-        for part, value in enumerate(sums):
-            value = value[band * BAND : (band + 1) * BAND, at * line : (at + 1) * line]
+        each = len(sums) // plan.sums
+        for part in range(plan.sums):
+            value = sums[part * each : (part + 1) * each]
+            value = chunk_of(value, band, at * line, line)
             if plan.biased:
                 expert = jnp.minimum(task.expert, plan.experts - 1)
                 at_column = part * plan.columns + column + at * line
@@ -270,14 +278,15 @@ def _forward_kernel(*refs, a, b, staging, full, free, plan: Forward, blocks: int
 
     def compute(warpgroup):
         offset = plan.origin(warpgroup)
-        rows, columns = (pl.ds(o, s) for o, s in zip(offset, shape, strict=True))
+        rows = pl.ds(offset[0], shape[0])
+        places = plan.places(offset[1])
 
         def multiply(*args):
             *accs, slot, k = args
             del k
             left = ring.a.at[slot, rows]
-            for part, acc in enumerate(accs):
-                plgpu.wgmma(acc, left, ring.b.at[slot, part, :, columns])
+            for (part, *columns), acc in zip(places, accs, strict=True):
+                plgpu.wgmma(acc, left, ring.b.at[slot, part, :, pl.ds(*columns)])
 
         def one(index, fetched, which, passed):
             task, pieces = task_of(index, fetched)
@@ -287,7 +296,12 @@ def _forward_kernel(*refs, a, b, staging, full, free, plan: Forward, blocks: int
             @pl.when(live)
             def _():
                 sums = ring.accumulate(
-                    which, passed, pieces, shape, multiply, sums=plan.sums
+                    which,
+                    passed,
+                    pieces,
+                    (shape[0], places[0][2]),
+                    multiply,
+                    sums=len(places),
                 )
                 outs = [(r["out"], column)]
                 if plan.saves:
@@ -364,7 +378,7 @@ def forward(
         operands.append(bias)
     if scale is not None:
         operands.append(_readable(plan, scale))
-    blocks = min(hw.device().sms, table.shape[0] * plan.column_blocks)
+    blocks = blocks_for(tile, table.shape[0] * plan.column_blocks)
     piece = plan.sums, STEP, plan.width
     types = scratch(tile, (tile.piece_rows, STEP), piece, plan.dtype, plan.out_dtype)
     types["full"] = plgpu.Barrier(num_arrivals=1 + plan.sums, num_barriers=tile.stages)
@@ -418,7 +432,7 @@ def _backward_kernel(
         for first in range(0, line, _SLICE):
             here = slice(first, first + _SLICE)
             begin = at * line + first
-            da = sums[0][band * BAND : (band + 1) * BAND, begin : begin + _SLICE]
+            da = chunk_of(sums, band, begin, _SLICE)
             saved = [x[:, here].astype(jnp.float32) for x in kept_here]
             result = act.result(*saved)
             if scale is not None:
@@ -437,11 +451,15 @@ def _backward_kernel(
 
     def compute(warpgroup):
         offset = plan.origin(warpgroup)
-        rows, columns = (pl.ds(o, s) for o, s in zip(offset, shape, strict=True))
+        rows = pl.ds(offset[0], shape[0])
+        places = plan.places(offset[1])
 
-        def multiply(acc, slot, k):
+        def multiply(*args):
+            *accs, slot, k = args
             del k
-            plgpu.wgmma(acc, ring.a.at[slot, rows], ring.b.at[slot, columns].T)
+            left = ring.a.at[slot, rows]
+            for (_, *columns), acc in zip(places, accs, strict=True):
+                plgpu.wgmma(acc, left, ring.b.at[slot, pl.ds(*columns)].T)
 
         def one(index, fetched, which, passed):
             task, pieces = task_of(index, fetched)
@@ -464,7 +482,14 @@ def _backward_kernel(
                         kept.at[warpgroup, part],
                         arrived.at[warpgroup],
                     )
-                sums = ring.accumulate(which, passed, pieces, shape, multiply)
+                sums = ring.accumulate(
+                    which,
+                    passed,
+                    pieces,
+                    (shape[0], places[0][2]),
+                    multiply,
+                    sums=len(places),
+                )
                 plgpu.barrier_wait(arrived.at[warpgroup])
                 outs = [
                     (r["dz"], part * plan.columns + column) for part in range(act.parts)
@@ -528,7 +553,7 @@ def backward(
     operands = [table, count, dy, w, saved]
     if scale is not None:
         operands.append(_readable(plan, scale))
-    blocks = min(hw.device().sms, table.shape[0] * plan.column_blocks)
+    blocks = blocks_for(tile, table.shape[0] * plan.column_blocks)
     pieces = (tile.block_m, STEP), (plan.width, STEP)
     types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
     kept = tile.computing, parts, *plan.part

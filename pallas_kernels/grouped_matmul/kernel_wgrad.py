@@ -25,7 +25,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw
 from pallas_kernels._common.layout import load_global
 from pallas_kernels.grouped_matmul import tasks
 from pallas_kernels.grouped_matmul.config_mosaic import (
@@ -37,6 +36,7 @@ from pallas_kernels.grouped_matmul.config_mosaic import (
 from pallas_kernels.grouped_matmul.kernel import (
     Fetched,
     Ring,
+    blocks_for,
     chunk_of,
     divide,
     each_tile,
@@ -186,7 +186,7 @@ def _add_part(
     def chunk(band, at):
         rows, columns = pl.ds(row + band * BAND, BAND), pl.ds(column + at * line, line)
         before = load_global(out.at[rows, columns]).astype(jnp.float32)
-        return ((before + chunk_of(values, band, at, line)).astype(out.dtype),)
+        return ((before + chunk_of(values, band, at * line, line)).astype(out.dtype),)
 
     store_chunks(
         staging,
@@ -312,7 +312,8 @@ def weight_gradient(
     if padding := -plan.rows % ALIGN:
         # The copies' view has whole pieces of 8 rows.
         x, dy = (jnp.pad(v, ((0, padding), (0, 0))) for v in (x, dy))
-    blocks = min(hw.device().sms, plan.experts * plan.row_blocks * plan.column_blocks)
+    tiles = plan.experts * plan.row_blocks * plan.column_blocks
+    blocks = blocks_for(tile, tiles)
     pieces = (STEP, tile.block_m), (STEP, tile.block_n)
     scratch_types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
     if tile.rings == 1:

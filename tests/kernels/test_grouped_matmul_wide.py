@@ -6,11 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_products import PRODUCTS, arguments, borders, by_hand, cut, lowered
+from grouped_products import PRODUCTS, arguments, borders, by_hand, card, cut, lowered
 
 from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.grouped_matmul import specs
+from pallas_kernels.grouped_matmul import (
+    activated_product,
+    activation_gradient,
+    specs,
+)
 from pallas_kernels.grouped_matmul.config_mosaic import CANDIDATES, WIDE, Config, Tile
 
 
@@ -75,6 +80,34 @@ def test_every_expert_in_wide_tiles(what, tile, spec):
             name = f"{what} of {expert}"
             assert_close(got[start:end], want[start:end], name=name)
     assert not np.any(got[sum(sizes) :])
+
+
+def test_fused_products_in_wide_tiles():
+    """A gated product whose halves are sums of their own, and its gradient."""
+    from pallas_kernels.grouped_matmul import mosaic_fused
+
+    rng = np.random.default_rng(0)
+    sizes = np.array([0, 1, 70], np.int32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16)
+
+    x, w_in, w_out, dy = draw(74, 64), draw(3, 64, 256), draw(3, 128, 64), draw(74, 64)
+    exact = [a.astype(jnp.float32) for a in (x, w_in, dy, w_out)]
+    kind = {"activation": "swiglu", "implementation": "xla"}
+    want = activated_product(*exact[:2], sizes, **kind)
+    saved = want[1].astype(jnp.bfloat16)
+    with hw.assume(card(2)), interpreted():
+        got = mosaic_fused.activated_product(x, w_in, None, sizes, SHARED, "swiglu")
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+    narrow = Tile(block_m=192, block_n=64, stages=2, computing=3, cluster=2)
+    with hw.assume(card(2)), interpreted():
+        got = mosaic_fused.activation_gradient(
+            dy, w_out, sizes, saved, None, narrow, "swiglu", emits=False
+        )
+    want = activation_gradient(*exact[2:], sizes, saved.astype(jnp.float32), **kind).dz
+    assert_close(got["dz"][:71], want[:71])
 
 
 CLUSTERED = {t.split: t for t in WIDE if t.cluster > 1}.values()
