@@ -11,6 +11,7 @@ import pytest
 
 from jaxaccel.cache import low_rank, reference
 from jaxaccel.cache.full import DenseCacheConfig
+from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.shadowkv import ShadowKVCacheConfig
 
 
@@ -212,6 +213,59 @@ def test_a_row_of_padding_keeps_its_cache(text):
     )
     _, straight, _ = lt.run(POLICY, text, [40, 24, 32], 15)
     np.testing.assert_allclose(alone[:8, 1], straight[3:11, 1], atol=2e-5)
+
+
+def test_two_thousand_steps_are_one_program(text):
+    """What was generated long ago is chosen among; nothing compiles anew."""
+    calls, each, lengths = 4, 512, [30, 3]
+    text = lt.draw(rows=2, length=lengths[0] + calls * each, rank=6)
+    _, _, state = lt.run(POLICY, text, lengths, 0)
+    arrays, real = tuple(text.__dict__.values()), jnp.ones((2,), bool)
+    programs = lt.steps._cache_size()
+    for _ in range(calls):
+        length = state.length
+        o, state = lt.steps(POLICY, lt.SPEC, each, arrays, length, state, real)
+    assert lt.steps._cache_size() == programs + 1
+    for b, length in enumerate(lengths):
+        n = length + calls * each
+        q, k, v = text.row(b, n)
+        starts, outlier = reference.shadowkv_chunks(
+            k, length, chunk=4, local_window=8, num_outliers=2, num_sinks=1
+        )
+        kept = reference.shadowkv_keep(
+            q[-1], k, starts, outlier, chunk=4, chosen=2, scale=lt.SPEC.scale
+        )
+        expected = reference.attend(q[-1], k, v, kept, lt.SPEC.scale)
+        np.testing.assert_allclose(o[-1, b], expected, atol=5e-5)
+        # Chosen tokens far behind the window, which no buffer of 128 tokens holds.
+        assert kept[:, 200 : n - 200].any()
+
+
+def test_a_step_moves_rows_of_the_host_buffer_and_never_the_whole():
+    policy = dataclasses.replace(POLICY, values="host")
+    batch = 3
+    cache = PolicyCache.init([policy] * 2, lt.SPEC, batch, 72, jnp.float32)
+    (layers,) = cache.states
+    values = layers.values
+    assert values.sharding.memory_kind == "pinned_host"
+    text = lt.draw(length=4)
+
+    def step(layers, index):
+        state = dataclasses.replace(layers, index=index)
+        tokens = text.tokens([[3]] * batch)
+        o, state = lt.decode_step(policy, state, tokens, lt.SPEC)
+        return o, dataclasses.replace(state, index=None)
+
+    traced = jax.jit(step).trace(layers, jnp.int32(1))
+    hlo = traced.lower(lowering_platforms=("cuda",)).as_text()
+    moved = [line for line in hlo.splitlines() if "annotate_device_placement" in line]
+    assert moved
+    whole = "x".join(map(str, values.shape))
+    one = "x".join(map(str, values.shape[1:]))
+    assert whole in hlo
+    for line in moved:
+        assert f"tensor<{whole}x" not in line
+        assert f"tensor<{one}x" not in line
 
 
 def test_energy_and_basis_are_those_of_the_singular_values():

@@ -40,7 +40,10 @@ def test_a_dense_plan_gives_the_tokens_of_no_plan(model, plain):
     plan = CachePlanConfig()
     options = {"max_new_tokens": NEW, "sampling": GREEDY, "cache": plan}
     assert generate(model, PROMPTS, **options) == plain
+    programs = generate_lib._decode._cache_size()
     assert generate(model, PROMPTS, **options, stream=lambda *_: None) == plain
+    # As many calls as tokens, and the program of the one call before.
+    assert generate_lib._decode._cache_size() == programs
 
 
 def test_layers_may_differ(model, plain):
