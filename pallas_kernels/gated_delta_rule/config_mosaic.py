@@ -60,7 +60,8 @@ Grads = Literal["blocks", "ring"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Launch parameters. Results depend on those but `stages` in their rounding.
+    """Launch parameters. Results depend on all but `stages` and `prepare_warpgroups` in
+    their rounding.
 
     Attributes:
       segments: stretches of time of each row that run side by side, see
@@ -76,7 +77,8 @@ class Config:
         "values_first" multiplies the values with R along with the first products,
         too.
       prepare_warpgroups: of a block of `kernel_inverse`, 1 or 5, each with a chunk of
-        its own; with 5, inverses are rounded to f16 on the way.
+        its own. Five of a block have 96 registers each; the compiler gives a single
+        one what it wants, which decides how many blocks an SM has.
       grads: the kernel of the gradients that need no order: "blocks", `kernel_grads`
         with a block for each chunk of a key head, or "ring", `kernel_grads_ring` with
         blocks that stay.

@@ -4,22 +4,23 @@ A warpgroup has one chunk of one value head and inverts
 
     I + strictLower(diag(beta) K K^T)
 
-by recursive doubling: with X_b the inverse of the diagonal blocks of size b,
+by merging the inverses of diagonal blocks, 2 -> 4 -> ... -> 64:
 
-    X_2b = X_b - (X_b L X_b restricted to the lower left quarter of each 2b-block).
+    [X_1 0; -X_2 L_21 X_1  X_2].
 
-Value heads of one key head share K K^T, but multiplying it again (2 of 12 products)
-costs less than the registers that a loop over the heads takes from other blocks.
+Operands are f16, whose 11 bits serve entries of about 1 better than bf16. Unlike the
+Neumann product (I - L)(I + L^2)..., no step forms powers of L, which overflow when keys
+resemble each other.
 
-The products are full 64 x 64 ones; X_b is block diagonal, so masking them afterwards
-is exact. Operands are f16, whose 11 bits serve entries of about 1 better than bf16.
-Unlike the Neumann product (I - L)(I + L^2)..., no step forms powers of L, which
-overflow when keys resemble each other.
+**Tiles.** A warp holds 16 rows, so one register matrix [64, 16] holds the four diagonal
+tiles of 16, each in the rows of its warp, and up to that size all four grow together:
+the matrix is multiplied with the tile of every warp, and each warp keeps what is its
+own. That is a quarter of the work of whole products, and of the registers. Only the
+last two steps have tiles beside the diagonal.
 
-Products wait for each other, so what counts is how many chunks an SM has at a time, and
-registers limit that: one warpgroup in each block leaves room for four blocks. A block
-of five gives each 96 registers, for which X_b must be f16 throughout and its levels a
-loop, whose addresses are not all known before it.
+Value heads of one key head share K K^T, but multiplying it again costs less than the
+registers that a loop over the heads takes from other blocks: products wait for each
+other, so what counts is how many chunks an SM has at a time.
 
 The inverse knows nothing of documents: a diagonal block of the inverse of a block
 triangular matrix is the inverse of that diagonal block, and the decay matrix, which
@@ -29,6 +30,7 @@ is zero between documents, picks the diagonal blocks later.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,10 +52,11 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
 
 
 LOG2_E = 1.4426950408889634
-LEVELS = 5  # from blocks of 2 to one of 64
+TILE = 16  # rows of a warp, and the least that a product sums over
+TILES = CHUNK // TILE
 
 
-def _decay_rows(g_ref, start_ref, last_start, index):
+def decay_rows(g_ref, start_ref, last_start, index):
     """Decay factors of a chunk's tokens, `PER_ROW` vectors.
 
     Args:
@@ -77,43 +80,115 @@ def _decay_rows(g_ref, start_ref, last_start, index):
     return total, enter, leave, start.astype(jnp.float32)
 
 
-def _quarter(index, size: Any) -> jax.Array:
+def _quarter(row: jax.Array, column: jax.Array, size: int) -> jax.Array:
     """Whether elements lie in the lower left quarter of a diagonal block of 2 size.
 
     The upper right quarter counts as well: what is put there is zero.
     """
-    row, column = index
     return ((row & -size) ^ size) == (column & -size)
 
 
-def _unit_lower_inverse(lower, index, lower_smem, block_smem, sparing):
-    """(I + lower)^-1 for a strictly lower triangular f32[C, C] in registers.
+def _half(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float16)
+
+
+def _tile(smem: Any, row: int, column: int = 0, *, wide: int = 1) -> Any:
+    """A tile of 16 rows and `wide` tiles of 16 columns."""
+    return smem.at[pl.ds(row * TILE, TILE), pl.ds(column * TILE, wide * TILE)]
+
+
+def _own(warp: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+    """Part i in the rows of warp i, f32[C, 16]."""
+    kept = parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        kept = jnp.where(warp == number, part, kept)
+    return kept
+
+
+def _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem):
+    """Inverts the diagonal tiles of I + L.
 
     Args:
-      lower: the matrix.
-      index: row and column index of each element.
-      lower_smem, block_smem: shared memory f16[C, C].
-      sparing: whether to spare registers, see above.
+      lower: L, f32[C, C] in registers.
+      warp: which warp holds an element, i32[C, 16].
+      row, column: of an element in its tile, i32[C, 16].
+      lower_smem: shared memory f16[C, C] with L.
+      tiles_smem: shared memory f16[2, C, 16]. Results take turns, so that no warp
+        overwrites what another still multiplies with.
+
+    Returns:
+      f32[C, 16], the tiles in the rows of their warps; and where they lie in f16.
     """
-    row, column = index
-    lower_smem[...] = lower.astype(jnp.float16)
+    parts = [lower[:, i * TILE : (i + 1) * TILE] for i in range(TILES)]
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    inverse = jnp.where(row == column, 1.0, jnp.where(_quarter(index, 1), -lower, 0.0))
-
-    def double(level, inverse):
-        size = lax.shift_left(jnp.int32(2), level) if sparing else 2 << level
-        blocks = inverse.astype(jnp.float16)
-        block_smem[...] = blocks
+    pairs = jnp.where(_quarter(row, column, 1), -_own(warp, parts), 0.0)
+    tiles = jnp.where(row == column, 1.0, pairs)
+    for turn, size in enumerate((2, 4, 8)):
+        smem, halves = tiles_smem.at[turn % 2], _half(tiles)
+        smem[...] = halves
         plgpu.commit_smem()
-        left = tc.mma((blocks, lower_smem)).astype(jnp.float16)
-        both = tc.mma((left, block_smem)).astype(inverse.dtype)
-        return jnp.where(_quarter(index, size), -both, inverse)
+        diagonal = [(halves, _tile(lower_smem, i, i)) for i in range(TILES)]
+        left = _half(_own(warp, tc.mma_each(*diagonal)))
+        inverses = [(left, _tile(smem, i)) for i in range(TILES)]
+        both = _own(warp, tc.mma_each(*inverses))
+        tiles = jnp.where(_quarter(row, column, size), -both, tiles)
+    smem = tiles_smem.at[1]
+    smem[...] = _half(tiles)
+    plgpu.commit_smem()
+    return tiles, smem
 
-    if sparing:
-        return lax.fori_loop(0, LEVELS, double, inverse.astype(jnp.float16))
-    for level in range(LEVELS):
-        inverse = double(level, inverse)
-    return inverse
+
+def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
+    """(I + L)^-1 for a strictly lower triangular matrix.
+
+    Args:
+      lower: L, f32[C, C] in registers.
+      lower_smem: shared memory f16[C, C].
+      tiles_smem: shared memory f16[2, C, 16].
+      corner_smem: shared memory f16[C, 32].
+
+    Returns:
+      f32[C, C] in registers.
+    """
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, (CHUNK, TILE), axis, layout=tc.ROWS)
+        for axis in (0, 1)
+    )
+    warp, row = lax.shift_right_logical(row, 4), row & (TILE - 1)
+    lower_smem[...] = _half(lower)
+    tiles, smem = _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem)
+
+    # Blocks of 32 have one tile beside the diagonal, in the rows of warps 1 and 3.
+    def upper_and_lower(products):
+        return jnp.where(warp < 2, *products)
+
+    firsts = (0, 2)
+    products = tc.mma_each(
+        *((_half(tiles), _tile(lower_smem, i + 1, i)) for i in firsts)
+    )
+    left = _half(upper_and_lower(products))
+    products = tc.mma_each(*((left, _tile(smem, i)) for i in firsts))
+    beside = jnp.where((warp & 1) == 1, -upper_and_lower(products), 0.0)
+
+    # The block of 64 has four, below the corner of two times two tiles.
+    def rows(number, value, otherwise):
+        return jnp.where(warp == number, value, otherwise)
+
+    columns = [
+        rows(0, tiles, rows(1, beside, 0.0)),
+        rows(1, tiles, 0.0),
+        rows(2, tiles, rows(3, beside, 0.0)),
+        rows(3, tiles, 0.0),
+    ]
+    for i in range(2):
+        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = _half(columns[i])
+    left = tc.mma(*((_half(columns[i]), _tile(lower_smem, i, wide=2)) for i in (2, 3)))
+    plgpu.commit_smem()
+    below = tc.mma((_half(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
+    for i in range(2):
+        part = below[:, i * TILE : (i + 1) * TILE]
+        columns[i] = jnp.where(warp < 2, columns[i], -part)
+    return jnp.concatenate(columns, axis=1)
 
 
 def _prepare_chunk(
@@ -126,11 +201,11 @@ def _prepare_chunk(
     gates_ref,
     k_smem,
     lower_smem,
-    block_smem,
+    tiles_smem,
+    corner_smem,
     arrived,
     *,
     shapes: Shapes,
-    sparing: bool,
 ):
     # Heads vary fastest, so that those of one key head find its keys in the cache.
     block, head = tc.split_index(index, shapes.value_heads)
@@ -145,7 +220,7 @@ def _prepare_chunk(
         )
     index = tc.square_indices(CHUNK)
     beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
-    total, enter, leave, start = _decay_rows(
+    total, enter, leave, start = decay_rows(
         g_ref.at[item, inside],
         start_ref.at[row, inside],
         start_ref[row, chunk * CHUNK + (CHUNK - 1)],
@@ -161,12 +236,19 @@ def _prepare_chunk(
     lower = tc.mma(*((k_smem.at[half], k_smem.at[half].T) for half in range(2)))
     lower = lower * tc.per_row(beta, SQUARE)
     lower = jnp.where(index[0] > index[1], lower, 0.0)
-    inverse = _unit_lower_inverse(lower, index, lower_smem, block_smem, sparing)
+    inverse = _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem)
     out_smem = k_smem.at[0]  # nobody reads the keys any more
     out_smem[...] = inverse.astype(out_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, inverse_ref.at[tokens, head])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _tiled(*shape: int) -> Any:
+    """Shared memory for f16 that products read tile by tile."""
+    swizzle = plgpu.SwizzleTransform(2 * TILE)
+    transforms = (plgpu.TilingTransform((8, TILE)), swizzle)
+    return plgpu.SMEM(shape, jnp.float16, transforms=transforms)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -196,8 +278,9 @@ def prepare(
     count, chunks = config.prepare_warpgroups, shapes.items * shapes.chunks
     scratch: list[Any] = [
         tc.operand(count, 2, CHUNK, HALF, dtype=k.dtype),
-        tc.operand(count, *SQUARE, dtype=jnp.float16),
-        tc.operand(count, *SQUARE, dtype=jnp.float16),
+        _tiled(count, *SQUARE),
+        _tiled(count, 2, CHUNK, TILE),
+        _tiled(count, CHUNK, 2 * TILE),
         plgpu.Barrier(num_arrivals=2, num_barriers=count),  # halves of the keys
     ]
     hw.check_smem(tc.shared_bytes(scratch), "pk_gdn_prepare")
@@ -214,7 +297,6 @@ def prepare(
                 *refs[: -len(scratch)],
                 *places,
                 shapes=shapes,
-                sparing=count > 1,
             )
 
     return plgpu.kernel(
