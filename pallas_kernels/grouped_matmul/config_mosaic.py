@@ -15,8 +15,10 @@ BAND = 64  # rows of a wgmma
 ALIGN = 8  # rows that a copy into shared memory starts at a multiple of
 LINE_BYTES = 128  # of a row of the buffer that results leave through
 BARRIER_BYTES = 1024
-# Registers per thread: the computing warpgroups and the one that copies.
+# Registers per thread: the computing warpgroups and the one that copies, and then, of
+# two, beside one that cleans.
 REGISTERS = {2: (232, 232, 40), 3: (160, 160, 160, 32)}
+CLEANING_REGISTERS = (224, 224, 24, 40)
 # Sums that a warpgroup of so many has room for: 192 or 128 registers of each thread.
 ACCUMULATORS = {2: 192 * 128, 3: 64 * 256}
 
@@ -54,6 +56,9 @@ class Tile:
       cluster: neighbouring blocks, 1 or 2, that have the same rows of y or dx and the
         columns beside each other: each reads its part of the rows from the cache for
         both.
+      cleans: whether a warpgroup of its own writes zeros over the rows of other experts
+        that the weight gradient would sum, so that the computing ones neither do it nor
+        wait for each other.
       panel: tiles of an expert's rows that pass all columns before the next rows.
       swizzled: whether results are swizzled on their way through shared memory.
       tail_rows: rows of the pieces in which the weight gradient looks for rows of
@@ -71,6 +76,7 @@ class Tile:
     eager: bool = False
     slots: int = 2
     cluster: int = 1
+    cleans: bool = False
 
     def __post_init__(self):
         for name, allowed in _ALLOWED.items():
@@ -106,6 +112,11 @@ class Tile:
             )
         if self.panel < 1:
             raise ValueError(f"panel={self.panel}, allowed are 1 and more")
+        if self.cleans and self.computing > 2:
+            raise ValueError(
+                f"cleans=True with computing={self.computing}, allowed is 2: registers "
+                "have no room for five warpgroups"
+            )
         if self.cluster > 1 and self.is_short:
             raise ValueError(
                 f"cluster={self.cluster} with block_m={self.block_m}, allowed are "
@@ -133,12 +144,12 @@ class Tile:
         One product may not name more registers than a block of four warpgroups starts
         with, however many its warpgroups ask for later.
         """
-        return 2 if self.computing > 2 and self.part[1] > 192 else 1
+        return 2 if len(self.registers) > 3 and self.part[1] > 192 else 1
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Per thread, of the computing warpgroups and then the one that copies."""
-        return REGISTERS[self.computing]
+        """Per thread, of the computing warpgroups and then of the others."""
+        return CLEANING_REGISTERS if self.cleans else REGISTERS[self.computing]
 
     @property
     def is_short(self) -> bool:
@@ -255,6 +266,15 @@ WIDE = (
     Tile(block_m=256, block_n=128, stages=4, eager=True),
 )
 
+# For weight gradients of few rows: sums are so short that writing must overlap.
+CLEANING = (
+    Tile(block_m=128, block_n=256, stages=4, cleans=True),
+    Tile(block_m=192, block_n=256, stages=3, split="columns", cleans=True),
+    Tile(block_m=256, block_n=128, stages=4, cleans=True),
+    Tile(block_m=128, block_n=128, stages=4, split="tiles", slots=4, cleans=True),
+    Tile(block_m=192, block_n=128, stages=4, split="tiles", slots=4, cleans=True),
+)
+
 # What a tuning run tries for each product.
 CANDIDATES = (
     Tile(block_m=128, block_n=256, stages=4),
@@ -274,6 +294,7 @@ CANDIDATES = (
     Tile(block_m=128, block_n=128, stages=4, split="tiles", slots=4),
     Tile(block_m=192, block_n=128, stages=4, split="tiles", slots=4),
     *WIDE,
+    *CLEANING,
 )
 
 

@@ -103,8 +103,13 @@ class Ring:
     next.
     """
 
-    def __init__(self, tile: Tile, a: Any, b: Any, full: Any, free: Any):
+    def __init__(
+        self, tile: Tile, a: Any, b: Any, full: Any, free: Any, ready: Any = None
+    ):
+        """`ready` says that a piece is more than there, if not all its readers can
+        use it as it comes."""
         self.a, self.b = a, b
+        self._ready = ready
         self._stages, self._rings = tile.ring_stages, tile.rings
         self._short = tile.block_m if tile.is_short else None
         self._eager = tile.eager
@@ -156,6 +161,8 @@ class Ring:
         """Waits for a piece and returns its slot."""
         slot = self._slot(ring, count)
         plgpu.barrier_wait(self._full.at[slot])
+        if self._ready is not None:
+            plgpu.barrier_wait(self._ready.at[slot])
         return slot
 
     def release(self, ring: jax.Array | int, count: jax.Array) -> None:
@@ -369,15 +376,17 @@ def _copy_rows(
 
 
 def run_warpgroups(
-    tile: Tile, copy: Callable[[], None], compute: Callable[[jax.Array], None]
+    tile: Tile, compute: Callable[[jax.Array], None], *others: Callable[[], None]
 ) -> None:
-    """Gives the warpgroups of a block their parts."""
+    """Gives the warpgroups of a block their parts, `others` those behind computing."""
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == tile.computing)
-    def _():
-        plgpu.set_max_registers(tile.registers[-1], action="decrease")
-        copy()
+    for number, other in enumerate(others, tile.computing):
+
+        @pl.when(warpgroup == number)
+        def _(number=number, other=other):
+            plgpu.set_max_registers(tile.registers[number], action="decrease")
+            other()
 
     @pl.when(warpgroup < tile.computing)
     def _():
@@ -396,10 +405,35 @@ def feed(
     """The copying warpgroup: every piece of every tile, in order.
 
     Args:
+      fetch, task_of: as for `each_piece`.
+      sources: (what `task_of` says of a tile, index of a piece) -> both operands in
+        device memory.
+    """
+
+    def write(which, count, task, k):
+        ring.write(which, count, *sources(task, k))
+
+    ring.finish(each_piece(ring, shares, fetch, task_of, write))
+
+
+def each_piece(
+    ring: Ring,
+    shares: Turns,
+    fetch: Callable[[jax.Array], Fetched],
+    task_of: Callable[[jax.Array, Fetched], tuple[Any, Any]],
+    act: Callable[[Any, jax.Array, Any, jax.Array], None],
+) -> tuple[jax.Array, ...]:
+    """Every piece of every tile of a block, in order.
+
+    Args:
       fetch: as for `Turns.walk`.
-      task_of: index of a tile and what was fetched -> (what `sources` needs, its
-        number of pieces).
-      sources: (that, index of a piece) -> both operands in device memory.
+      task_of: index of a tile and what was fetched -> (what `act` needs of the tile,
+        its number of pieces).
+      act: called with the ring of a piece, how many went through it before, what
+        `task_of` said of the tile, and the index of the piece in it.
+
+    Returns:
+      How many pieces went through each ring.
     """
 
     def one(i, index, fetched, counts):
@@ -410,7 +444,7 @@ def feed(
             count = jnp.where(which == r, counts[r], count)
 
         def step(k, carry):
-            ring.write(which, count + k, *sources(task, k))
+            act(which, count + k, task, k)
             return carry
 
         lax.fori_loop(0, steps, step, None)
@@ -419,7 +453,7 @@ def feed(
         )
 
     zeros = (jnp.int32(0),) * ring.rings
-    ring.finish(shares.walk(fetch, one, zeros))
+    return shares.walk(fetch, one, zeros)
 
 
 def each_tile(
@@ -529,6 +563,12 @@ def launch(
     )(*operands)
 
 
+def check_reads_as_it_comes(tile: Tile) -> None:
+    """Refuses a tile with a warpgroup that has nothing to do."""
+    if tile.cleans:
+        raise ValueError("cleans=True, only weight gradients have rows to clean")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
     """The static part of a product.
@@ -551,6 +591,9 @@ class Product:
     out_dtype: Any
     tile: Tile
     activation: str | None = None
+
+    def __post_init__(self):
+        check_reads_as_it_comes(self.tile)
 
     @property
     def steps(self) -> int:
@@ -682,7 +725,7 @@ def _product_kernel(
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, compute, lambda: feed(ring, shares, fetch, task_of, sources))
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.

@@ -50,6 +50,7 @@ from pallas_kernels.grouped_matmul.kernel import (
     Ring,
     RowTask,
     blocks_for,
+    check_reads_as_it_comes,
     chunk_of,
     divide,
     each_tile,
@@ -90,6 +91,9 @@ class _Plan:
     tile: Tile
     activation: str | None = None
     scaled: bool = False
+
+    def __post_init__(self):
+        check_reads_as_it_comes(self.tile)
 
     @property
     def sums(self) -> int:
@@ -149,6 +153,7 @@ class Forward(_Plan):
     saves: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.sums > 1 and not is_for_pairs(self.tile):
             raise ValueError(
                 f"{self.tile} gives a warpgroup {self.tile.part[1]} columns of gate "
@@ -178,6 +183,7 @@ class Backward(_Plan):
     emits: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.tile.is_short:
             raise ValueError(
                 f"block_m={self.tile.block_m} of a backward, allowed are multiples of "
@@ -330,7 +336,7 @@ def _forward_kernel(*refs, a, b, staging, full, free, plan: Forward, blocks: int
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, compute, lambda: feed(ring, shares, fetch, task_of, sources))
 
 
 def _whole_eights(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -437,7 +443,7 @@ def _backward_kernel(
             result = act.result(*saved)
             if scale is not None:
                 dots = dots + result * da
-                factor = per_row(scale, da.shape)
+                factor = per_row(scale, (BAND, _SLICE))
                 da, result = da * factor, result * factor
             done = [*act.gradient(*saved, da), *([result] if plan.emits else ())]
             # The barrier keeps the steps of the next columns behind these.
@@ -519,7 +525,7 @@ def _backward_kernel(
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    run_warpgroups(tile, compute, lambda: feed(ring, shares, fetch, task_of, sources))
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.

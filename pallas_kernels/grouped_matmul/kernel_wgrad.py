@@ -39,6 +39,7 @@ from pallas_kernels.grouped_matmul.kernel import (
     blocks_for,
     chunk_of,
     divide,
+    each_piece,
     each_tile,
     feed,
     launch,
@@ -137,13 +138,14 @@ def _clear_others(
     plan: WeightGradient,
     operands: tuple[Any, Any],
     slot: jax.Array,
-    warpgroup: jax.Array,
+    warpgroup: jax.Array | None,
     low: jax.Array,
     high: jax.Array,
 ) -> None:
     """Writes zeros over the rows of a piece outside [low, high), in both operands.
 
-    Warpgroups that share a piece share the work.
+    Computing warpgroups that share a piece share the work, `warpgroup` is one of them;
+    `None` does all of it.
     """
     height = plan.tile.tail_rows
     parts = []
@@ -151,7 +153,7 @@ def _clear_others(
         # Registers hold few columns of all rows beside the sums.
         width = 64 if height == STEP else operand.shape[-1]
         parts += [(operand, at, width) for at in range(0, operand.shape[-1], width)]
-    shared = plan.tile.rings == 1
+    shared = plan.tile.rings == 1 and warpgroup is not None
 
     def clear(at, carry):
         top = at * height
@@ -214,11 +216,12 @@ def _wgrad_kernel(
     full,
     free,
     met=None,
+    ready: Any = None,
     plan: WeightGradient,
     blocks: int,
 ):
     tile = plan.tile
-    ring = Ring(tile, a, b, full, free)
+    ring = Ring(tile, a, b, full, free, ready)
     shares = turns(plan.experts * plan.row_blocks * plan.column_blocks, blocks)
 
     def fetch(index):
@@ -238,6 +241,28 @@ def _wgrad_kernel(
             dy.at[rows, pl.ds(task.column, tile.block_n)],
         )
 
+    def rows_of(task, k):
+        """The expert's rows of a piece, and whether there are others."""
+        low = jnp.maximum(task.start - task.begin - k * STEP, 0)
+        high = jnp.minimum(task.end - task.begin - k * STEP, STEP)
+        return low, high, (low > 0) | (high < STEP)
+
+    def clean():
+        incoming = Ring(tile, a, b, full, free)
+
+        def one(which, count, task, k):
+            slot = incoming.wait(which, count)
+            low, high, mixed = rows_of(task, k)
+
+            @pl.when(mixed)
+            def _():
+                _clear_others(plan, (a, b), slot, None, low, high)
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(ready.at[slot])
+
+        each_piece(incoming, shares, fetch, task_of, one)
+
     def compute(warpgroup):
         offset, shape = part_origin(tile, warpgroup), tile.part
         parts = part_of_columns(tile, offset[1])
@@ -247,16 +272,17 @@ def _wgrad_kernel(
 
             def multiply(*args):
                 *accs, slot, k = args
-                low = jnp.maximum(task.start - task.begin - k * STEP, 0)
-                high = jnp.minimum(task.end - task.begin - k * STEP, STEP)
+                low, high, mixed = rows_of(task, k)
 
-                @pl.when((low > 0) | (high < STEP))
-                def _():
+                def clear():
                     _clear_others(plan, (ring.a, ring.b), slot, warpgroup, low, high)
                     plgpu.commit_smem()
                     if met is not None:
                         plgpu.barrier_arrive(met)
                         plgpu.barrier_wait(met)
+
+                if not tile.cleans:
+                    pl.when(mixed)(clear)
 
                 left = ring.a.at[slot, :, pl.ds(offset[0], shape[0])].T
                 for acc, part in zip(accs, parts, strict=True):
@@ -283,7 +309,10 @@ def _wgrad_kernel(
 
         each_tile(tile, shares, warpgroup, fetch, one)
 
-    run_warpgroups(tile, lambda: feed(ring, shares, fetch, task_of, sources), compute)
+    others = [lambda: feed(ring, shares, fetch, task_of, sources)]
+    if tile.cleans:
+        others.append(clean)
+    run_warpgroups(tile, compute, *others)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -316,7 +345,9 @@ def weight_gradient(
     blocks = blocks_for(tile, tiles)
     pieces = (STEP, tile.block_m), (STEP, tile.block_n)
     scratch_types = scratch(tile, *pieces, plan.dtype, plan.out_dtype)
-    if tile.rings == 1:
+    if tile.cleans:
+        scratch_types["ready"] = plgpu.Barrier(num_barriers=tile.stages)
+    elif tile.rings == 1:
         scratch_types["met"] = plgpu.Barrier(num_arrivals=tile.computing)
     kernel = functools.partial(_wgrad_kernel, plan=plan, blocks=blocks)
     operands = tasks.bounds(group_sizes), x, dy

@@ -3,9 +3,9 @@
     python -m pallas_kernels.grouped_matmul.tune --names qwen3_next_up,dense_64 \
         --json pallas_kernels/tuned/nvidia_h200/grouped_matmul.json
 
-`--only "computing=3,cluster=2"` tries the tiles that have one of these in their text,
-and no variants of the best. A tile whose result is not XLA's gets no time. Sizes are
-those of the "perf" specs.
+`--only "computing=3,cluster=2"` tries the heuristic's tile and those that have one of
+these in their text, and no variants of the best. A tile whose result is not XLA's gets
+no time. Sizes are those of the "perf" specs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def tune(
     Args:
       spec: the size.
       products: "forward", "data", "weight" or some of them.
-      only: texts, one of which a tile's text must have; all tiles if there are none.
+      only: texts, one of which a tile must have in its own, the heuristic's aside; all
+        tiles if there are none.
 
     Returns:
       Table key -> the tile's fields and its time "ms".
@@ -97,7 +98,8 @@ def tune(
         guess = getattr(config_mosaic.heuristic(**sizes), product)
         tiles = dict.fromkeys((guess, *config_mosaic.CANDIDATES))
         if only:
-            tiles = [t for t in tiles if any(text in str(t) for text in only)]
+            named = [t for t in tiles if any(text in str(t) for text in only)]
+            tiles = dict.fromkeys((guess, *named))
         times = {t: ms for t in tiles if (ms := measure(t)) is not None}
         if not times:
             continue
