@@ -7,21 +7,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
-from pallas_kernels.ssd import reference, xla
+from pallas_kernels.gated_delta_rule import checks, tables
+from pallas_kernels.gated_delta_rule.checks import expect as _expect
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
+from pallas_kernels.ssd import config_mosaic, reference, xla
 from pallas_kernels.ssd.config import heuristic
 
 
-_REFUSED = {"mosaic": "ssd has no kernel yet"}
+_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernels yet"}
+
+
+def _refusals(x: Any, b: Any, chunk_size: int) -> dict[str, str]:
+    """Why the kernels cannot run x [B, T, H, V] or [B, H, V] with b alike."""
+    if x.ndim == 3:
+        return {"mosaic": "ssd_step has no kernel yet"}
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        backend = jax.default_backend()
+        return {"mosaic": f"the kernels need a Hopper GPU, this is {backend}"}
+    reason = config_mosaic.refusal(x, b, chunk_size)
+    return {"mosaic": reason} if reason else {}
 
 
 def choose(
-    *args: Any, implementation: Implementation | None = None, **options: Any
+    x: Any,
+    dt: Any,
+    a: Any,
+    b: Any,
+    *args: Any,
+    chunk_size: int = CHUNK,
+    config: config_mosaic.Config | None = None,
+    implementation: Implementation | None = None,
+    **options: Any,
 ) -> Choice:
     """Says what a call of `ssd` or `ssd_step` would run.
 
     Args:
-      *args: arrays or `jax.ShapeDtypeStruct`, as for the call.
+      x, dt, a, b, *args: arrays or `jax.ShapeDtypeStruct`, as for the call.
+      chunk_size: tokens per chunk.
+      config: launch parameters of "mosaic"; `None` for the default ones.
       implementation: the one asked for.
       **options: the call's other keywords.
 
@@ -29,17 +54,22 @@ def choose(
       The choice.
 
     Raises:
+      ValueError: `config` is given and an implementation that has none is named.
       NotImplementedError: the named implementation cannot run this call.
     """
-    del args, options  # "xla" and "reference" run everything that passes the checks.
-    return select("ssd", implementation, _REFUSED)
-
-
-def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
-    if array.dtype != dtype:
-        raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(dtype)}")
+    del dt, a, args, options  # "xla" and "reference" run all that passes the checks.
+    if config is not None and implementation in ("xla", "reference"):
+        raise ValueError(
+            f'config={config} is for "mosaic", implementation={implementation!r} has '
+            "none"
+        )
+    return select(
+        "ssd",
+        implementation,
+        _refusals(x, b, chunk_size),
+        only_named=_ONLY_NAMED,
+        config=config_mosaic.Config() if config is None else config,
+    )
 
 
 def _check(x: Any, dt: Any, a: Any, b: Any, c: Any) -> None:
@@ -78,9 +108,11 @@ def ssd(
     dt_bias: jax.Array | None = None,
     dt_limit: tuple[float, float] = reference.NO_LIMIT,
     is_first: jax.Array | None = None,
+    starts: jax.Array | None = None,
     is_real: jax.Array | None = None,
     initial_state: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK,
+    config: config_mosaic.Config | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Mamba-2's state space duality over a sequence (Dao and Gu 2024).
@@ -100,39 +132,68 @@ def ssd(
       dt_bias: f32[H], zero if `None`.
       dt_limit: least and largest step size; the same for `ssd_step`.
       is_first: bool[B, T], whether the state restarts from zero before a token.
+      starts: i32[B, T], the same as `document_starts(is_first, 64)` of
+        `gated_delta_rule` gives it: built once per batch it serves every layer. Give
+        one of the two or neither.
       is_real: bool[B, T], false on padding, which leaves the state as it is.
       initial_state: f32[B, H, V, N], zeros if `None`.
       chunk_size: tokens per chunk of the chunked form, a power of two >= 16.
-      implementation: "xla", "reference" or `None`.
+      config: launch parameters of "mosaic", `None` for the default ones. With more
+        than one of its `segments`, results depend on where their borders fall.
+      implementation: "mosaic", "xla", "reference" or `None`. "mosaic" has V = 64,
+        N = 128, an even number of heads per group, chunks of 64 or 128 tokens, bf16
+        or f16, any T >= 1 (padded to 128 tokens) and documents that begin anywhere.
+        `None` does not take it yet.
 
     Returns:
       (y [B, T, H, V] of x's dtype, final_state f32[B, H, V, N]).
 
     Raises:
-      ValueError: a shape, dtype, limit or chunk size is not allowed.
+      ValueError: a shape, dtype, limit or chunk size is not allowed, both `is_first`
+        and `starts` are given, or `config` has more segments than rows have spans of
+        128 tokens or comes with a name other than "mosaic".
       NotImplementedError: the named implementation cannot run this call.
 
     Source: Transformers are SSMs (arXiv 2405.21060), sections 5 and 6.
     """
     _check(x, dt, a, b, c)
     check_limit(dt_limit)
-    if chunk_size < 16 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is {chunk_size}, expected a power of two >= 16")
+    checks.chunk_size(chunk_size)
     batch, time, heads, dim = x.shape
     for name, array in (("d", d), ("dt_bias", dt_bias)):
         if array is not None:
             _expect(name, array, (heads,), jnp.float32)
-    for name, array in (("is_first", is_first), ("is_real", is_real)):
-        if array is not None:
-            _expect(name, array, (batch, time), jnp.bool_)
+    checks.documents((batch, time), is_first, starts)
+    if is_real is not None:
+        _expect("is_real", is_real, (batch, time), jnp.bool_)
     if is_first is None:
         is_first = jnp.zeros((batch, time), bool)
+        if starts is not None:
+            is_first = tables.first_tokens(starts, CHUNK)
     shape = (batch, heads, dim, b.shape[3])
     if initial_state is None:
         initial_state = jnp.zeros(shape, jnp.float32)
     _expect("initial_state", initial_state, shape, jnp.float32)
-    choice = choose(x, dt, a, b, c, implementation=implementation)
+    choice = choose(
+        *(x, dt, a, b, c),
+        chunk_size=chunk_size,
+        config=config,
+        implementation=implementation,
+    )
     steps = reference.step_sizes(dt, dt_bias, dt_limit=dt_limit, is_real=is_real)
+    if choice.implementation == "mosaic":
+        # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
+        from pallas_kernels.ssd import mosaic
+
+        if starts is None:
+            starts = tables.document_starts(is_first, CHUNK)
+        return mosaic.ssd(
+            *(x, steps, a, b, c),
+            d=d,
+            starts=starts,
+            initial_state=initial_state,
+            config=choice.config,
+        )
     rest = {"is_first": is_first, "initial_state": initial_state}
     if choice.implementation == "reference":
         y, state = reference.ssd(x, steps, a, b, c, **rest)

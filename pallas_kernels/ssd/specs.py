@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_delta_rule.specs import _Fla as PeerOfRule
+from pallas_kernels.ssd.config_mosaic import Config
 
 
 if TYPE_CHECKING:
@@ -178,6 +183,13 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
     return chunks * per_chunk * (3 if backward else 1)
 
 
+# Launch parameters that no heuristic picks yet, measured with --peers NAME,...
+VARIANTS: dict[str, Config] = {
+    **{f"segments{count}": Config(segments=count) for count in (1, 2, 4, 8)},
+    "stages2": Config(stages=2),
+}
+
+
 def bench_cases(tag: str) -> Iterator[Case]:
     """What `python -m pallas_kernels.bench ssd` measures."""
     for spec in specs(tag):
@@ -190,8 +202,17 @@ def _case(spec: Spec, backward: bool) -> Case:
     from pallas_kernels._common.bench import Case
     from pallas_kernels.ssd import api
 
-    def implementation(name: Any) -> Callable[..., Any]:
-        return run(spec, functools.partial(api.ssd, implementation=name), backward)
+    def implementation(name: Any, config: Config | None = None) -> Callable[..., Any]:
+        op = functools.partial(api.ssd, implementation=name, config=config)
+        return run(spec, op, backward)
+
+    def variant(config: Config) -> tuple[Callable[..., Any], str]:
+        return implementation("mosaic", config), jax.__version__
+
+    def picked() -> str:
+        arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
+        choice = api.choose(*arguments[:5], chunk_size=spec.chunk)
+        return str(choice.config or choice.implementation)
 
     # The recurrence would keep the state of every token for its gradient. The chunked
     # form in f32, tested against it, stands in for it.
@@ -206,10 +227,90 @@ def _case(spec: Spec, backward: bool) -> Case:
         arguments=spec.arguments,
         implementation=implementation,
         reference=implementation(exact),
-        picked=lambda: api.choose().implementation,
+        picked=picked,
         bytes=minimal_bytes(spec, backward),
         flops=minimal_flops(spec, backward),
-        peers={"xla": lambda: (implementation("xla"), jax.__version__)},
+        peers={
+            "xla": lambda: (implementation("xla"), jax.__version__),
+            "fla": lambda: _fla(spec, backward),
+            **{x: functools.partial(variant, y) for x, y in VARIANTS.items()},
+        },
         # As for the gated delta rule, whose chunked form this is without the delta.
         rel=2e-2 if backward else 5e-3,
     )
+
+
+def _fla(spec: Spec, backward: bool) -> tuple[_Fla, str]:
+    if spec.documents > 1:
+        raise NotImplementedError("this peer is measured with one document a row")
+    names = ("fla-core", "torch", "triton")
+    version = ", ".join(f"{x} {importlib.metadata.version(x)}" for x in names)
+    return _Fla(spec, backward), version
+
+
+class _Fla(PeerOfRule):
+    """flash-linear-attention's `simple_gla`, which is the recurrence without the skip.
+
+    It is given step sizes, their products with x and with a, and b and c of each head,
+    which are not measured.
+
+    Args:
+      spec: the sizes.
+      backward: whether to compute gradients as well.
+
+    Raises:
+      ImportError: it, PyTorch or a GPU that PyTorch sees is missing.
+    """
+
+    def __init__(self, spec: Spec, backward: bool):
+        super().__init__(backward)
+        from fla.ops.simple_gla import (  # pyrefly: ignore[missing-import]
+            chunk_simple_gla,
+        )
+
+        self._op = chunk_simple_gla
+        self._group = spec.heads // spec.groups
+        self.note = "without softplus, s x, s a and the skip"
+        if backward:
+            self.note += "; its gradients are those of these, not checked"
+
+    def _call(self, args: tuple[jax.Array, ...]) -> Callable[[], tuple[Any, ...]]:
+        from pallas_kernels.ssd.reference import step_sizes
+
+        torch = self._torch
+        x, dt, a, b, c, _, dt_bias, _, state, dy, d_state = args
+        steps = step_sizes(dt, dt_bias)
+        written = (steps[..., None] * x.astype(jnp.float32)).astype(x.dtype)
+        b, c = (jnp.repeat(m, self._group, axis=2) for m in (b, c))
+        decay = steps * a[None, None, :]
+        inputs = [self._tensor(m) for m in (c, b, written, decay)]
+        # Its states are [N, V].
+        initial, d_last = (
+            self._tensor(m).transpose(-1, -2).contiguous() for m in (state, d_state)
+        )
+        inputs.append(initial)
+        cotangents = [self._tensor(dy), d_last]
+        for tensor in inputs:
+            tensor.requires_grad_(self._backward)
+
+        def call():
+            results = self._op(
+                *inputs[:4],
+                scale=1.0,
+                initial_state=inputs[4],
+                output_final_state=True,
+            )
+            if self._backward:
+                return *results, *torch.autograd.grad(results, inputs, cotangents)
+            return results
+
+        return call
+
+    def results(self, args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """y and the final state."""
+        y, last, *_ = self._call(args)()
+        y, last = (
+            jnp.asarray(np.array(m.detach().float().cpu().numpy()))
+            for m in (y, last.transpose(-1, -2))
+        )
+        return y + args[5][None, None, :, None] * args[0].astype(jnp.float32), last

@@ -1,0 +1,488 @@
+"""Mosaic GPU kernels that carry a state through the chunks of a row.
+
+One block has a row and two heads of a group and walks over the chunks. A warpgroup
+holds the state S [V, N] of each head in f32 registers, and S itself, rounded, is the
+left operand of what reads it, so it never visits shared memory. A third warpgroup makes
+the [C, C] matrix of each head,
+
+    M = (C B^T) o G diag(s) + d I,
+
+from one C B^T for both, with G the decays between tokens of one document, and a fourth
+one feeds a ring of chunks with TMA. Per chunk:
+
+    Y^T = (S C^T) diag(enter) + X^T M^T
+    S   = across S + (X^T diag(leave s)) B
+
+The gradient runs the other way through the same body, with dY in the place of X, B and
+C exchanged, and with them the factors of what is read and written:
+
+    dX^T = (dS B^T) diag(leave s) + dY^T M
+    dS   = across dS + (dY^T diag(enter)) C
+
+so `state_pass` is all that carries: with Y or dX, or without them to find where a
+stretch of chunks leads. `enter`, `leave` and `across` are zero where a document begins
+or ends inside the chunk, so documents may begin anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_rule import tensor_core as tc
+from pallas_kernels.gated_delta_rule.config_mosaic import (
+    CHUNK,
+    SQUARE,
+    Gate,
+    Warpgroup,
+)
+from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix, launch
+from pallas_kernels.ssd.config_mosaic import (
+    HEAD_DIM,
+    HEADS,
+    REGISTERS,
+    STATE_DIM,
+    STATE_SHAPE,
+    Config,
+    Shapes,
+)
+
+
+GROUPED = ("b", "c")  # sources that the heads of a group share
+STAGES = 2  # of kernels that write states as well
+# The fewest copies that arrive, without an output: values and gates of each head, and
+# what the values are written along.
+PLAIN_COPIES = 2 * HEADS + 1
+
+
+def _entering(gates: Any) -> jax.Array:
+    return tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
+
+
+def _leaving(gates: Any) -> jax.Array:
+    leave, step = (tc.load(gates.at[x], tc.PER_COLUMN) for x in (Gate.LEAVE, Gate.BETA))
+    return leave * step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """A direction in time.
+
+    Attributes:
+      values: source of what is written to the state.
+      write, read: sources of what it is written and read along.
+      reverse: whether the last chunk comes first.
+    """
+
+    values: str
+    write: str
+    read: str
+    reverse: bool
+
+    def chunk(self, shapes: Shapes, i: Any) -> Any:
+        """The chunk that comes at place i."""
+        return shapes.chunks - 1 - i if self.reverse else i
+
+    def writing(self, gates: Any) -> jax.Array:
+        """What is written is weighed by, `PER_COLUMN`."""
+        return _entering(gates) if self.reverse else _leaving(gates)
+
+    def reading(self, gates: Any) -> jax.Array:
+        """What is read is weighed by, `PER_COLUMN`."""
+        return _leaving(gates) if self.reverse else _entering(gates)
+
+    def sources(self, named: dict[str, Any], *, output: bool) -> dict[str, Any]:
+        """Those of the arrays that a pass reads, with or without an output."""
+        names = (self.values, self.write, "gates") + (self.read,) * output
+        return {name: named[name] for name in names}
+
+
+FORWARD = Way(values="x", write="b", read="c", reverse=False)
+BACKWARD = Way(values="dy", write="c", read="b", reverse=True)
+
+
+class Place:
+    """The row and the heads that a block has."""
+
+    def __init__(self, shapes: Shapes, pair: jax.Array):
+        self.shapes = shapes
+        self.row, at = tc.split_index(pair, shapes.heads // HEADS)
+        self.first_head = at * HEADS
+        self.group = lax.div(self.first_head, jnp.int32(shapes.group))
+
+    def head(self, index: Any) -> jax.Array:
+        return self.first_head + index
+
+    def item(self, index: Any) -> jax.Array:
+        return self.row * self.shapes.heads + self.head(index)
+
+    def tokens(self, chunk: Any) -> Any:
+        return pl.ds(self.row * self.shapes.time + chunk * CHUNK, CHUNK)
+
+
+def _feed(
+    shapes: Shapes,
+    way: Way,
+    sources: dict[str, Any],
+    ring: dict[str, Any],
+    place: Place,
+    stages: int,
+) -> None:
+    """Warpgroup that copies chunk after chunk into the ring.
+
+    Args:
+      shapes: sizes of the call.
+      way: the order of the chunks.
+      sources: b, c [B T, G, N]; x, dy [B T, H, V]; gates f32[B H, T / C, len(Gate), C]:
+        those that the kernel reads, in device memory.
+      ring: the same names with `stages` slots in shared memory; barriers full, free.
+      place: of the block.
+      stages: slots of the ring.
+    """
+
+    def step(i, carry):
+        slot, chunk = lax.rem(i, jnp.int32(stages)), way.chunk(shapes, i)
+
+        @pl.when(i >= stages)
+        def _():
+            plgpu.barrier_wait(ring["free"].at[slot])
+
+        tokens, full = place.tokens(chunk), ring["full"].at[slot]
+        for name, source in sources.items():
+            to = ring[name].at[slot]
+            if name in GROUPED:
+                plgpu.copy_gmem_to_smem(source.at[tokens, place.group], to, full)
+                continue
+            for h in range(HEADS):
+                if name == "gates":
+                    piece = source.at[place.item(h), chunk]
+                else:
+                    piece = source.at[tokens, place.head(h)]
+                plgpu.copy_gmem_to_smem(piece, to.at[h], full)
+        return carry
+
+    lax.fori_loop(0, shapes.chunks, step, None)
+    # Every arrival must be waited for before the block ends.
+    for i in range(max(0, shapes.chunks - stages), shapes.chunks):
+        plgpu.barrier_wait(ring["free"].at[i % stages])
+
+
+def _mix(
+    shapes: Shapes, ring: dict[str, Any], skips: list[jax.Array], stages: int
+) -> None:
+    """Warpgroup that makes M of each chunk and head.
+
+    Args:
+      shapes: sizes of the call.
+      ring: what `_feed` fills; scores to write to; barriers full, mixed, free.
+      skips: d of each head, scalars.
+      stages: slots of the ring.
+    """
+    index = tc.square_indices(CHUNK)
+
+    def step(i, carry):
+        slot = lax.rem(i, jnp.int32(stages))
+        plgpu.barrier_wait(ring["full"].at[slot])
+        products = tc.mma((ring["c"].at[slot], ring["b"].at[slot].T))
+
+        def one_head(h, products):
+            gates = ring["gates"].at[slot, h]
+            step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+            scores = products * decay_matrix(gates, index) * step
+            skip = jnp.where(h == 0, *skips)
+            scores = scores + jnp.where(index[0] == index[1], skip, 0.0)
+            ring["scores"].at[slot, h][...] = scores.astype(shapes.dtype)
+            return products
+
+        # A loop: both at a time would need more registers.
+        lax.fori_loop(0, HEADS, one_head, products)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring["mixed"].at[slot])
+        plgpu.barrier_arrive(ring["free"].at[slot])
+        return carry
+
+    lax.fori_loop(0, shapes.chunks, step, None)
+
+
+def _state_pass(
+    shapes: Shapes,
+    way: Way,
+    ring: dict[str, Any],
+    state: jax.Array,
+    head: jax.Array,
+    emit: Callable[..., None],
+    stages: int,
+) -> jax.Array:
+    """Warpgroup that carries a state; returns it after the last chunk.
+
+    Args:
+      shapes: sizes of the call.
+      way: the direction.
+      ring: what `_feed` and `_mix` fill; without scores there is no output.
+      state: f32[V, N] before the first chunk.
+      head: which of the block's heads.
+      emit: called in each chunk with its index, the state before it in 16 bits, and
+        Y^T or dX^T f32[V, C] if there are scores.
+      stages: slots of the ring.
+    """
+    shape = (HEAD_DIM, CHUNK)
+
+    def step(i, state):
+        slot = lax.rem(i, jnp.int32(stages))
+        plgpu.barrier_wait(ring["full"].at[slot])
+        gates = ring["gates"].at[slot, head]
+        values = ring[way.values].at[slot, head].T
+        before = state.astype(shapes.dtype)
+        read: Any = None
+        if "scores" in ring:
+            # First, for a product in flight costs the fewest registers here.
+            read = tc.mma((before, ring[way.read].at[slot].T))
+            read = read * tc.per_column(way.reading(gates), shape)
+        weighed = tc.load(values).astype(jnp.float32)
+        weighed = weighed * tc.per_column(way.writing(gates), shape)
+        kept = state * gates[Gate.ENTER, CHUNK - 1]
+        sums: list[Any] = [
+            (kept, (weighed.astype(shapes.dtype), ring[way.write].at[slot]))
+        ]
+        if read is not None:
+            plgpu.barrier_wait(ring["mixed"].at[slot])
+            scores = ring["scores"].at[slot, head]
+            sums.append((read, (values, scores if way.reverse else scores.T)))
+        state, *out = tc.mma_onto(*sums)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring["free"].at[slot])
+        emit(way.chunk(shapes, i), before, *out)
+        return state
+
+    return lax.fori_loop(0, shapes.chunks, step, state)
+
+
+def run_block(
+    shapes: Shapes,
+    way: Way,
+    sources: dict[str, Any],
+    ring: dict[str, Any],
+    place: Place,
+    *,
+    initial: Callable[[jax.Array], jax.Array],
+    emit: Callable[..., None],
+    end: Callable[[jax.Array, jax.Array], None],
+    skip_ref: Any = None,
+    stages: int = STAGES,
+) -> None:
+    """Gives each warpgroup of a block its part of a pass.
+
+    Args:
+      shapes, way, sources, ring, place, stages: as for `_feed`.
+      initial: head of the block -> f32[V, N] before the first chunk.
+      emit: head of the block, then what `_state_pass` gives.
+      end: called with the head of the block and its state after the last chunk.
+      skip_ref: f32[H] in device memory, d; for the output alone.
+    """
+    hw.check_registers(REGISTERS)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == Warpgroup.COPY)
+    def _():
+        plgpu.set_max_registers(REGISTERS[Warpgroup.COPY], action="decrease")
+        _feed(shapes, way, sources, ring, place, stages)
+
+    @pl.when(warpgroup == Warpgroup.MIX)
+    def _():
+        plgpu.set_max_registers(REGISTERS[Warpgroup.MIX], action="decrease")
+        if "scores" in ring:
+            skips = [skip_ref[place.head(h)] for h in range(HEADS)]
+            _mix(shapes, ring, skips, stages)
+
+    @pl.when(warpgroup < HEADS)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        state = _state_pass(
+            shapes,
+            way,
+            ring,
+            initial(warpgroup),
+            warpgroup,
+            functools.partial(emit, warpgroup),
+            stages,
+        )
+        end(warpgroup, state)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _copies(names: Iterable[str]) -> int:
+    return sum(1 if name in GROUPED else HEADS for name in names)
+
+
+def ring_scratch(
+    shapes: Shapes, names: Iterable[str], stages: int, *, output: bool
+) -> dict[str, Any]:
+    """Shared memory of a ring of the sources `names`, and its barriers."""
+    operand = functools.partial(tc.operand, stages, dtype=shapes.dtype)
+    by_head = operand(HEADS, CHUNK, HEAD_DIM)
+    places = {
+        "b": operand(CHUNK, STATE_DIM),
+        "c": operand(CHUNK, STATE_DIM),
+        "x": by_head,
+        "dy": by_head,
+        "gates": plgpu.SMEM((stages, HEADS, len(Gate), CHUNK), jnp.float32),
+    }
+    ring: dict[str, Any] = {name: places[name] for name in names}
+    if output:
+        ring["scores"] = operand(HEADS, *SQUARE)
+        ring["mixed"] = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+    return ring | barriers(_copies(ring.keys() & places.keys()), stages, output=output)
+
+
+def barriers(copies: int, stages: int, *, output: bool) -> dict[str, Any]:
+    """Those of a ring in which so many copies arrive."""
+    return {
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=HEADS + output, num_barriers=stages),
+    }
+
+
+def store_output(staging: Any, out_ref: Any, out: jax.Array, dtype: Any) -> None:
+    """Sends Y^T or dX^T of a chunk through `staging` to [C, V] in device memory."""
+    tc.store_transposed(staging, out.astype(dtype))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, out_ref)
+
+
+def _fwd_kernel(
+    sources, skip_ref, initial_ref, out_ref, last_ref, *, ring, staging, shapes, config
+):
+    """Writes Y and the final state; `sources` has b, c, x and gates."""
+    place = Place(shapes, lax.axis_index("item"))
+
+    def emit(head, chunk, before, out):
+        del before
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        to = out_ref.at[place.tokens(chunk), place.head(head)]
+        store_output(staging.at[head], to, out, shapes.dtype)
+
+    def end(head, state):
+        last_ref.at[place.item(head)][...] = state
+
+    run_block(
+        shapes,
+        FORWARD,
+        sources,
+        ring,
+        place,
+        initial=lambda head: tc.load_global(initial_ref.at[place.item(head)]),
+        emit=emit,
+        end=end,
+        skip_ref=skip_ref,
+        stages=config.stages,
+    )
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def chunk_fwd(
+    shapes: Shapes,
+    config: Config,
+    sources: dict[str, jax.Array],
+    skip: jax.Array,
+    initial_state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the chunks in order.
+
+    Args:
+      shapes: sizes of the call.
+      config: launch parameters.
+      sources: b, c [B T, G, N], x [B T, H, V], and gates as `prepare` gives them.
+      skip: f32[H], d.
+      initial_state: f32[B H, V, N].
+
+    Returns:
+      y [B T, H, V] of x's dtype, final state f32[B H, V, N].
+    """
+    sources = FORWARD.sources(sources, output=True)
+    return launch(
+        functools.partial(_fwd_kernel, shapes=shapes, config=config),
+        "pk_ssd_fwd",
+        sources,
+        (skip, initial_state),
+        blocks=shapes.pairs,
+        out_type=(
+            jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),
+            jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
+        ),
+        scratch={
+            "ring": ring_scratch(shapes, sources, config.stages, output=True),
+            "staging": tc.operand(HEADS, CHUNK, HEAD_DIM, dtype=shapes.dtype),
+        },
+    )
+
+
+def _ends_kernel(sources, start_ref, out_ref, *, ring, shapes, way, start_part):
+    part, unit = tc.split_index(lax.axis_index("item"), shapes.pairs // shapes.segments)
+    row, at = tc.split_index(unit, shapes.heads // HEADS)
+    # All segments but the last in its direction, whose end nobody asks for.
+    segment = part + 1 if way.reverse else part
+    pair = (row * shapes.segments + segment) * (shapes.heads // HEADS) + at
+    place = Place(shapes, pair)
+
+    def initial(head):
+        is_first = (part == start_part).astype(jnp.float32)
+        return tc.load_global(start_ref.at[unit * HEADS + head]) * is_first
+
+    def end(head, state):
+        out_ref.at[lax.axis_index("item") * HEADS + head][...] = state
+
+    run_block(
+        shapes,
+        way,
+        sources,
+        ring,
+        place,
+        initial=initial,
+        emit=lambda *_: None,
+        end=end,
+        stages=4,
+    )
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def segment_ends(
+    shapes: Shapes, way: Way, sources: dict[str, jax.Array], start: jax.Array
+) -> jax.Array:
+    """Where segments lead: the first in its direction from `start`, others from zero.
+
+    Args:
+      shapes: sizes of the call with each segment as a row of its own, S of them at
+        least 2.
+      way: the direction.
+      sources: those of `way` without an output, as for `chunk_fwd`.
+      start: f32[B H, V, N], the state that enters the caller's rows, or the gradient of
+        the one that leaves them.
+
+    Returns:
+      f32[S - 1, B H, V, N], in the order of time: of all segments but the last in the
+      direction.
+    """
+    sources = way.sources(sources, output=False)
+    parts, units = shapes.segments - 1, start.shape[0]
+    start_part = parts - 1 if way.reverse else 0
+    (out,) = launch(
+        functools.partial(_ends_kernel, shapes=shapes, way=way, start_part=start_part),
+        "pk_ssd_entry_gradients" if way.reverse else "pk_ssd_summary",
+        sources,
+        (start,),
+        blocks=parts * units // HEADS,
+        out_type=(jax.ShapeDtypeStruct((parts * units, *STATE_SHAPE), jnp.float32),),
+        scratch={"ring": ring_scratch(shapes, sources, 4, output=False)},
+    )
+    return out.reshape(parts, units, *STATE_SHAPE)

@@ -1,0 +1,158 @@
+"""Mamba-2's recurrence through Mosaic GPU kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.gated_delta_rule import tables
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY, Gate
+from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
+from pallas_kernels.ssd.config_mosaic import (
+    SPAN,
+    Config,
+    Shapes,
+    plan_segments,
+    shapes_of,
+)
+from pallas_kernels.ssd.kernel_pass import BACKWARD, FORWARD, chunk_fwd, segment_ends
+from pallas_kernels.ssd.kernel_prepare import prepare
+
+
+def _by_head(shapes: Shapes, x: jax.Array) -> jax.Array:
+    """[B, T, H] to [B H, T]: a chunk of one head becomes contiguous."""
+    return jnp.swapaxes(x, 1, 2).reshape(shapes.items, shapes.time)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[B, T, ...] to [B T, ...] and [B, H, ...] to [B H, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _through(shapes: Shapes, gates: jax.Array) -> jax.Array:
+    """What is left of a state after each segment, f32[S, B H]."""
+    across = jnp.prod(gates[:, :, Gate.ENTER, CHUNK - 1], axis=1)
+    across = across.reshape(-1, shapes.segments, shapes.heads)
+    return jnp.moveaxis(across, 1, 0).reshape(shapes.segments, -1)
+
+
+def _merge(shapes: Shapes, states: list[jax.Array]) -> jax.Array:
+    """f32[B H, V, N] of each segment to [B S H, V, N], segments as rows."""
+    by_row = [x.reshape(-1, shapes.heads, *x.shape[1:]) for x in states]
+    return _flat(_flat(jnp.stack(by_row, axis=1)))
+
+
+def _segment_of(shapes: Shapes, x: jax.Array, index: int) -> jax.Array:
+    """One segment of [B S H, V, N], as [B H, V, N]."""
+    x = x.reshape(-1, shapes.segments, shapes.heads, *x.shape[1:])
+    return _flat(x[:, index])
+
+
+def _entries(
+    shapes: Shapes, sources: dict[str, jax.Array], state: jax.Array
+) -> jax.Array:
+    """The states that enter the segments, f32[B S H, V, N], from those of the rows."""
+    if shapes.segments == 1:
+        return state
+    ends = segment_ends(shapes, FORWARD, sources, state)
+    through = _through(shapes, sources["gates"])[:, :, None, None]
+    states = [state, ends[0]]
+    for segment in range(1, shapes.segments - 1):
+        states.append(through[segment] * states[-1] + ends[segment])
+    return checkpoint_name(_merge(shapes, states), "ssd_segments")
+
+
+def _exit_gradients(
+    shapes: Shapes, sources: dict[str, jax.Array], d_last: jax.Array
+) -> jax.Array:
+    """Gradients of the states that leave the segments, f32[B S H, V, N]."""
+    if shapes.segments == 1:
+        return d_last
+    ends = segment_ends(shapes, BACKWARD, sources, d_last)
+    through = _through(shapes, sources["gates"])[:, :, None, None]
+    # ends[i] is of segment i + 1, and what leaves segment i enters that one.
+    states = [d_last, ends[-1]]
+    for segment in range(shapes.segments - 2, 0, -1):
+        states.append(through[segment] * states[-1] + ends[segment - 1])
+    return _merge(shapes, states[::-1])
+
+
+def _rule(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
+    g2 = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
+    gates = prepare(shapes, g2, _by_head(shapes, step), start)
+    gates = checkpoint_name(gates, "ssd_gates")
+    sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
+    entries = _entries(shapes, sources, _flat(state))
+    y, last = chunk_fwd(shapes, config, sources, d, entries)
+    last = _segment_of(shapes, last, -1)
+    return y.reshape(x.shape), last.reshape(state.shape)
+
+
+def _padded_rows(inputs: tuple[jax.Array, ...], time: int) -> list[jax.Array]:
+    """Tokens padded at the end, where steps of zero leave the state as it is."""
+    return [
+        x
+        if x.shape[1] == time
+        else jnp.pad(x, ((0, 0), (0, time - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+        for x in inputs
+    ]
+
+
+def ssd(
+    x: jax.Array,
+    step: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    *,
+    d: jax.Array | None,
+    starts: jax.Array,
+    initial_state: jax.Array,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """Kernel form.
+
+    Args:
+      x: [B, T, H, V], bf16 or f16.
+      step: f32[B, T, H], step sizes as `step_sizes` makes them.
+      a: f32[H].
+      b, c: [B, T, G, N].
+      d: f32[H] of the skip, `None` for none.
+      starts: i32[B, T] from `document_starts` with chunks of 64 tokens.
+      initial_state: f32[B, H, V, N].
+      config: launch parameters.
+
+    Returns:
+      (y [B, T, H, V] of x's dtype with the skip, state f32[B, H, V, N]).
+
+    Raises:
+      ValueError: `config` has more segments than the rows have spans of 128 tokens.
+    """
+    batch, time = x.shape[:2]
+    shapes = shapes_of(x, b)
+    count = config.segments
+    if count is None:
+        count = plan_segments(pairs=shapes.pairs, chunks=shapes.chunks)
+    if count > shapes.spans:
+        raise ValueError(
+            f"config has segments={count}, T = {time} has {shapes.spans} spans of "
+            f"{SPAN * CHUNK} tokens"
+        )
+    length = -(-shapes.spans // count) * SPAN * CHUNK
+    step_decay = step * a[None, None, :]
+    inputs = _padded_rows((x, step, step_decay, b, c), count * length)
+    starts = tables.padded(starts, count * length, CHUNK)
+    rows: Any = [
+        z.reshape(batch * count, length, *z.shape[2:]) for z in (*inputs, starts)
+    ]
+    shapes = dataclasses.replace(
+        shapes, batch=batch * count, time=length, segments=count
+    )
+    skip = jnp.zeros((shapes.heads,), jnp.float32) if d is None else d
+    *tokens, starts = rows
+    y, state = _rule(shapes, config, *tokens, skip, starts, initial_state)
+    return y.reshape(batch, -1, *y.shape[2:])[:, :time], state

@@ -1,0 +1,216 @@
+"""Mosaic kernels of `ssd`, interpreted, against the recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from running import jit
+
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
+from pallas_kernels.ssd import choose, specs, ssd
+from pallas_kernels.ssd.config_mosaic import (
+    HEAD_DIM,
+    STATE_DIM,
+    Config,
+    plan_segments,
+)
+
+
+NAMES = ("y", "state", "dx", "ddt", "da", "db", "dc", "dd", "dinitial")
+LIMITS = dict(
+    zip(NAMES, (5e-3, 5e-3, 8e-3, 2e-2, 2e-2, 8e-3, 8e-3, 8e-3, 8e-3), strict=True)
+)
+
+
+def arguments(batch=1, time=CHUNK, heads=2, groups=1, dtype="bfloat16", seed=0):
+    """x, dt, a, b, c, d, initial state; the first head never forgets."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    x = normal(batch, time, heads, HEAD_DIM).astype(dtype)
+    dt = normal(batch, time, heads) - 2
+    a = -rng.uniform(0.1, 2.0, heads).astype(np.float32)
+    a[0] = 0
+    b, c = STATE_DIM**-0.5 * normal(2, batch, time, groups, STATE_DIM)
+    d = normal(heads)
+    state = normal(batch, heads, HEAD_DIM, STATE_DIM)
+    arrays = (x, dt, a, b.astype(dtype), c.astype(dtype), d, state)
+    return tuple(jnp.asarray(m) for m in arrays)
+
+
+def first(batch, time, *starts):
+    is_first = np.zeros((batch, time), bool)
+    for row, token in starts:
+        is_first[row, token] = True
+    return jnp.asarray(is_first)
+
+
+def exact(args):
+    return tuple(m.astype(jnp.float32) for m in args)
+
+
+def rule(args, is_first, implementation, config=None, is_real=None):
+    *inputs, d, state = args
+    return ssd(
+        *inputs,
+        d=d,
+        is_first=is_first,
+        is_real=is_real,
+        initial_state=state,
+        config=config,
+        implementation=implementation,
+    )
+
+
+# One program for each implementation and each set of shapes.
+compiled_rule = jit(rule, static_argnums=(2, 3))
+
+
+def assert_all_close(got, want, names=NAMES):
+    for name, a, b in zip(names, got, want, strict=True):
+        assert_close(a, b, rel=LIMITS[name], name=name)
+
+
+@pytest.mark.parametrize(
+    "dtype, time, heads, groups, segments",
+    [("bfloat16", 100, 4, 2, 1), ("float16", 2 * CHUNK + 10, 2, 1, 2)],
+)
+def test_forward_is_the_recurrence(dtype, time, heads, groups, segments):
+    """Groups of two heads; documents begin inside chunks; rows are padded."""
+    args = arguments(time=time, heads=heads, groups=groups, dtype=dtype)
+    is_first = first(1, time, (0, 5), (0, time - 3))
+    with interpreted():
+        got = compiled_rule(args, is_first, "mosaic", Config(segments=segments))
+    want = compiled_rule(exact(args), is_first, "reference")
+    assert_all_close(got, want, NAMES[:2])
+
+
+def test_states_cross_segments_and_what_ends_inside_one_does_not():
+    """The middle one of three has both ends; the last one starts a document."""
+    time = 6 * CHUNK
+    args = arguments(batch=2, time=time)
+    is_first = first(2, time, (0, 4 * CHUNK + 5), (1, 5))
+    with interpreted():
+        got = compiled_rule(args, is_first, "mosaic", Config(segments=3, stages=2))
+    want = compiled_rule(exact(args), is_first, "reference")
+    assert_all_close(got, want, NAMES[:2])
+
+
+def test_total_decay_and_padding_leave_finite_results():
+    x, dt, a, *rest = arguments(time=100)
+    dt, a = dt.at[:, 1::7].set(30.0), a.at[1].set(-16.0)
+    args = (x, dt, a, *rest)
+    is_real = jnp.arange(100)[None] < 90
+    is_first = first(1, 100)
+    with interpreted():
+        got = jit(rule, static_argnums=(2, 3))(
+            args, is_first, "mosaic", None, is_real=is_real
+        )
+    want = rule(exact(args), is_first, "reference", None, is_real)
+    assert_all_close(got, want, NAMES[:2])
+
+
+def test_a_document_is_bit_equal_wherever_it_stands():
+    # Row 0 has two documents, row 1 the second of them and then padding.
+    time = 2 * CHUNK
+    x, dt, a, b, c, d, state = arguments(batch=2, time=time)
+    x, dt, b, c = (m.at[1, :CHUNK].set(m[0, CHUNK:]) for m in (x, dt, b, c))
+    is_real = jnp.arange(time)[None] < jnp.array([[time], [CHUNK]])
+    is_first = first(2, time, (0, CHUNK), (1, 0))
+    with interpreted():
+        y, last = jit(rule, static_argnums=(2, 3))(
+            (x, dt, a, b, c, d, state), is_first, "mosaic", None, is_real=is_real
+        )
+    np.testing.assert_array_equal(y[0, CHUNK:], y[1, :CHUNK])
+    np.testing.assert_array_equal(last[0], last[1])
+
+
+def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
+    args = arguments()[:5]
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        choose(*args, implementation="mosaic")
+    assert choose(*args).implementation == "xla"
+    with hw.assume():
+        assert choose(*args, implementation="mosaic").config == Config()
+        assert "no measured row" in choose(*args).refused["mosaic"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, b: (x[..., :32], b), "V = 32, the kernels have 64"),
+        (lambda x, b: (x, b[..., :64]), "N = 64, the kernels have 128"),
+        (lambda x, b: (x[:, :0], b[:, :0]), "T = 0"),
+        (lambda x, b: (x[:, :, :1], b), "1 heads read each group"),
+        (lambda x, b: exact((x, b)), "dtype = float32"),
+    ],
+)
+def test_limits_are_named(change, message):
+    x, _, _, b, *_ = arguments()
+    x, b = change(x, b)
+    with hw.assume(), pytest.raises(NotImplementedError, match=message):
+        choose(x, None, None, b, implementation="mosaic")
+
+
+def test_other_values_are_refused():
+    args = arguments()
+    with hw.assume():
+        with pytest.raises(NotImplementedError, match="chunk_size = 32"):
+            choose(*args[:5], chunk_size=32, implementation="mosaic")
+        with pytest.raises(ValueError, match="has segments=2, T = 64 has 1 spans"):
+            rule(args, None, "mosaic", Config(segments=2))
+    with pytest.raises(ValueError, match="segments=0"):
+        Config(segments=0)
+    with pytest.raises(ValueError, match="stages=4"):
+        Config(stages=4)
+    with pytest.raises(ValueError, match="has none"):
+        choose(*args[:5], config=Config(), implementation="xla")
+
+
+def test_segments_fill_the_card_and_no_more():
+    # 64 heads are 32 blocks; four segments of each fill 132 SMs.
+    assert plan_segments(pairs=32, chunks=128) == 4
+    assert plan_segments(pairs=128, chunks=128) == 1
+    assert plan_segments(pairs=32, chunks=2) == 1
+
+
+def lowered(fn, *args):
+    with hw.assume():
+        return jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_kernels_lower_for_the_card(segments):
+    args = jax.eval_shape(lambda: arguments(time=4 * CHUNK, heads=4))
+    config = Config(segments=segments)
+    text = lowered(lambda *args: rule(args, None, "mosaic", config), *args)
+    assert "pk_ssd_prepare" in text
+    assert "pk_ssd_fwd" in text
+    assert ("pk_ssd_summary" in text) == (segments > 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [x.name for x in specs.specs("model")])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_forward_of_models_on_the_card(name, segments):
+    (spec,) = (x for x in specs.specs("model") if x.name == name)
+    args = spec.arguments(jax.random.key(0))
+
+    def run(implementation, config=None):
+        op = functools.partial(ssd, implementation=implementation, config=config)
+        return jit(specs.run(spec, op, backward=False))
+
+    mosaic = run("mosaic", Config(segments=segments))
+    got = mosaic(*args)
+    in_f32 = [m.astype(jnp.float32) if m.dtype == spec.dtype else m for m in args]
+    assert_all_close(got, run("reference")(*in_f32), NAMES[:2])
+    for _ in range(100):
+        for a, b in zip(mosaic(*args), got, strict=True):
+            assert bool(jnp.array_equal(a, b))
