@@ -1,10 +1,11 @@
 """Tables too large for a device: places to keep them behind one interface.
 
-`DeviceTable` is on the device, `HostTable` in the host's memory, `MappedTable` in a
-file, with the rows that were read last in memory; `HotRows` keeps the most frequent
-rows of one of the latter on the device. `prefetch(ids)` starts a gather of
-the rows, each once; `Fetch.result` gives them on the device with the place of every
-lookup, the same bytes whichever table it was.
+`DeviceTable` is on the device, `HostTable` in the host's memory, `PinnedTable` in
+memory of the host that the device reads itself, `MappedTable` in a file, with the rows
+that were read last in memory; `HotRows` keeps the most frequent rows of one of the
+latter on the device. `prefetch(ids)` starts a gather of the rows, each once;
+`Fetch.result` gives them on the device with the place of every lookup, the same bytes
+whichever table it was.
 
 All of them stand alone for now: a training step and decoding keep a model's tables on
 the device, replicated, and nothing in the library makes a table of these. A caller
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -29,6 +31,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxaccel.core.memory import control_group_available, gib
+from pallas_kernels.host_gather import host_gather
 
 
 _FORMAT = "row-table-1"
@@ -135,27 +138,36 @@ def unique_rows(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray,
     return unique, slots.reshape(ids.shape).astype(np.int32), size
 
 
-class DeviceTable:
-    """The whole table on the device; see `TableStore`."""
+class _Direct:
+    """A table whose rows the device gathers, when it gets there; see `TableStore`."""
 
-    def __init__(self, rows: jax.Array):
-        """Takes the table [N, d]."""
+    def __init__(self, rows: jax.Array, implementation: Any):
         self.num_rows, self.width = rows.shape
         self.dtype = np.dtype(rows.dtype)
         self.stats = TableStats()
         self._rows = rows
-        self._gather = jax.jit(lambda rows, ids: jnp.take(rows, ids, axis=0))
+        self._gather = jax.jit(
+            functools.partial(host_gather, implementation=implementation)
+        )
 
     def prefetch(self, ids: np.ndarray) -> Fetch:
-        """Starts the gather; the device runs it when it gets there."""
+        """Starts the gather.
+
+        Args:
+          ids: integers of any shape, rows of the table.
+
+        Returns:
+          What to ask for the rows.
+
+        Raises:
+          ValueError: an id is no row.
+        """
         began = time.perf_counter()
         unique, slots, size = unique_rows(ids, self.num_rows)
         # Behind the last row: one that isn't there, as zeros.
-        padded = np.zeros(size, np.int32)
+        padded = np.full(size, -1, np.int32)
         padded[: len(unique)] = unique
         rows = self._gather(self._rows, padded)
-        is_row = jnp.arange(size, dtype=jnp.int32) < len(unique)
-        rows = jnp.where(is_row[:, None], rows, jnp.zeros((), rows.dtype))
         _note(self.stats, ids, len(unique), self.width * self.dtype.itemsize, began)
         future: concurrent.futures.Future = concurrent.futures.Future()
         future.set_result((rows, jax.device_put(slots)))
@@ -164,6 +176,55 @@ class DeviceTable:
     def close(self) -> None:
         """Lets go of the table."""
         del self._rows
+
+
+class PinnedTable(_Direct):
+    """The whole table in pinned memory of the host; see `TableStore`.
+
+    With the kernel ("mosaic") the device reads rows over the link without a copy: no
+    thread of the host has a part in a fetch. The runtime may pin 64 GB unless
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says more before it starts.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        *,
+        budget_bytes: int | None = None,
+        implementation: Any = None,
+    ):
+        """Copies the table into pinned memory.
+
+        Args:
+          rows: [N, d].
+          budget_bytes: memory that the table may take; as much as it does by default.
+          implementation: as of `pallas_kernels.host_gather`.
+
+        Raises:
+          ValueError: the table is larger.
+        """
+        if budget_bytes is not None:
+            _check_budget(rows.nbytes, budget_bytes)
+        place = jax.sharding.SingleDeviceSharding(
+            jax.devices()[0], memory_kind="pinned_host"
+        )
+        super().__init__(jax.device_put(rows, place), implementation)
+
+
+class DeviceTable(_Direct):
+    """The whole table on the device; see `TableStore`."""
+
+    def __init__(self, rows: jax.Array):
+        """Takes the table [N, d]."""
+        super().__init__(rows, "xla")
+
+
+def _check_budget(size: int, budget: int) -> None:
+    if size > budget:
+        raise ValueError(
+            f"a table of {gib(size)} is larger than the {gib(budget)} that it may take "
+            "of the host's memory; keep it in a file (`MappedTable`)"
+        )
 
 
 def _note(stats: TableStats, ids: Any, rows: int, row_bytes: int, began: float) -> None:
@@ -255,11 +316,8 @@ class HostTable(_Staged):
         budget = budget_bytes
         if budget is None and is_mapped:
             budget = control_group_available()
-        if budget is not None and rows.nbytes > budget:
-            raise ValueError(
-                f"a table of {gib(rows.nbytes)} is larger than the {gib(budget)} that "
-                "it may take of the host's memory; keep it in a file (`MappedTable`)"
-            )
+        if budget is not None:
+            _check_budget(rows.nbytes, budget)
         self._rows = np.array(rows) if is_mapped else np.ascontiguousarray(rows)
         count = os.cpu_count() or 1 if num_threads is None else num_threads
         self._threads = concurrent.futures.ThreadPoolExecutor(count, "table_gather")

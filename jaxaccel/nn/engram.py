@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxaccel.core.sparse_rows import take_rows
 from jaxaccel.data.batch import PackingMetadata
 from jaxaccel.data.compressed_vocab import CompressedVocabulary
 from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear
+from pallas_kernels.engram_gate import engram_gate as take_gated
+from pallas_kernels.engram_gather import engram_gather
 from pallas_kernels.engram_hash import empty_history, engram_hash
 
 
@@ -181,10 +182,9 @@ class EngramTable(nnx.Module):
         draw = jax.nn.initializers.normal(head_dim**-0.5)
         self.rows = TableRows(draw(rngs.params(), (num_rows, head_dim), dtype))
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
+    def __call__(self, ids: jax.Array, implementation: Any = None) -> jax.Array:
         """Looks up i32[B, T, C]; gives [B, T, C, d], NaN for a row that there isn't."""
-        index = jnp.where(ids < 0, _NO_ROW, ids)
-        return jnp.take(self.rows[...], index, axis=0, mode="fill")
+        return engram_gather(self.rows[...], ids, implementation=implementation)
 
 
 class GatheredRows(nnx.Module):
@@ -200,14 +200,15 @@ class GatheredRows(nnx.Module):
         self.rows = TableRows(rows)
         self.slots = TableRows(slots)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
+    def __call__(self, ids: jax.Array, implementation: Any = None) -> jax.Array:
         """The rows of `slots`; `ids` are what they were made from."""
         if ids.shape != self.slots[...].shape:
             raise ValueError(
                 f"rows were gathered for {list(self.slots.shape)} lookups, this call "
                 f"has {list(ids.shape)}"
             )
-        return take_rows(self.rows[...], self.slots[...])
+        slots = self.slots[...]
+        return engram_gather(self.rows[...], slots, implementation=implementation)
 
 
 def engram_gate(
@@ -346,6 +347,7 @@ class Engram(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        implementation: Implementations = None,
         rngs: nnx.Rngs,
     ):
         """Creates the parameters.
@@ -356,8 +358,11 @@ class Engram(nnx.Module):
           num_rows: rows of this layer's table, `HashLayout.num_rows`.
           dtype: dtype of the computation; the gate and the sums are f32.
           param_dtype: dtype of the projection.
+          implementation: of the lookup and the gate.
           rngs: source of the `params` key.
         """
+        self.lookup_by = implementation_of("engram_gather", implementation)
+        self.gate_by = implementation_of("engram_gate", implementation)
         self.table: Any = EngramTable(
             num_rows, config.head_dim, dtype=jnp.dtype(config.table_dtype), rngs=rngs
         )
@@ -418,13 +423,21 @@ class Engram(nnx.Module):
                 f"{self.d_model}]"
             )
         with jax.named_scope("engram"):
-            keys, value = self._keys_and_value(ids)
-            gate = self._gate(h, keys)
             live = meta.is_real if is_dead is None else meta.is_real & ~is_dead
-            value = gate[..., None] * value.astype(jnp.float32)
-            value = jnp.where(live[:, :, None, None], value, 0.0)  # [B, T, G, D]
+            # What is convolved is not rounded before.
+            has_conv = config.preset.has_conv
+            value, _ = take_gated(  # [B, T, G, D]
+                h,
+                self._keys_and_value(ids),
+                self.query_norm.scale[...],
+                self.key_norm.scale[...],
+                is_live=live,
+                dtype=jnp.float32 if has_conv else self.dtype,
+                implementation=self.gate_by,
+                **self._gate_options(),
+            )
             y = value
-            if config.preset.has_conv:
+            if has_conv:
                 mixed, conv_state = self._convolve(value, meta, conv_state)
                 y = jnp.where(live[:, :, None, None], y + jax.nn.silu(mixed), 0.0)
         return y.astype(self.dtype).reshape(shape), conv_state
@@ -432,27 +445,28 @@ class Engram(nnx.Module):
     def gates(self, h: jax.Array, ids: jax.Array) -> jax.Array:
         """How much of the memory each stream takes, f32[B, T, G]; see `__call__`."""
         h = h[:, :, None] if h.ndim == 3 else h
-        return self._gate(h, self._keys_and_value(ids)[0])
-
-    def _keys_and_value(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """([B, T, G, D], [B, T, 1, D])."""
-        rows = self.table(ids)  # [B, T, C, d]
-        e = rows.reshape(*ids.shape[:2], self.config.width).astype(self.dtype)
-        kv = self.kv_proj(e)
-        kv = kv.reshape(*ids.shape[:2], self.config.streams + 1, self.d_model)
-        return kv[:, :, :-1], kv[:, :, -1:]
-
-    def _gate(self, h: jax.Array, keys: jax.Array) -> jax.Array:
-        config = self.config
         return engram_gate(
             h,
-            keys,
+            self._keys_and_value(ids)[:, :, :-1],
             self.query_norm.scale[...],
             self.key_norm.scale[...],
-            eps=config.gate_norm_eps,
-            clamp=config.gate_clamp,
-            copies_sign=config.preset.copies_sign,
+            **self._gate_options(),
         )
+
+    def _keys_and_value(self, ids: jax.Array) -> jax.Array:
+        """Keys of G streams and the value, [B, T, G + 1, D]."""
+        rows = self.table(ids, self.lookup_by)  # [B, T, C, d]
+        e = rows.reshape(*ids.shape[:2], self.config.width).astype(self.dtype)
+        kv = self.kv_proj(e)
+        return kv.reshape(*ids.shape[:2], self.config.streams + 1, self.d_model)
+
+    def _gate_options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "eps": config.gate_norm_eps,
+            "clamp": config.gate_clamp,
+            "copies_sign": config.preset.copies_sign,
+        }
 
     def _convolve(self, value, meta, state):
         """(f32[B, T, G, D] before the SiLU, the new state)."""

@@ -55,7 +55,12 @@ class EngramMemory(nnx.Module):
     ):
         """Creates hash and layers; see `Engram`."""
         self.ngrams = NGramHash(config, vocab_size, implementation=implementation)
-        kind = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        kind = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "implementation": implementation,
+            "rngs": rngs,
+        }
         self.layers = nnx.List(
             [Engram(config, d_model, n, **kind) for n in self.ngrams.layout.num_rows]
         )

@@ -51,9 +51,11 @@ def choose(
     if reason := _mosaic_refusal(h, kv, dtype):
         refused["mosaic"] = reason
     else:
-        call = (*h.shape[2:], h.dtype, h.dtype if dtype is None else dtype)
+        streams, dim = h.shape[2:]
+        out = h.dtype if dtype is None else dtype
         kernels = configs.Kernels(
-            fwd=configs.pick(*call, "fwd"), bwd=configs.pick(*call, "bwd")
+            fwd=configs.pick(streams, dim, h.dtype, out, "fwd"),
+            bwd=configs.pick(streams, dim, h.dtype, out, "bwd"),
         )
     return select(
         "engram_gate", implementation, refused, only_named=_ONLY_NAMED, config=kernels
@@ -151,7 +153,7 @@ def engram_gate(
     choice = choose(
         h, kv, query_scale, key_scale, dtype=dtype, implementation=implementation
     )
-    batch, time, streams, dim = h.shape
+    batch, time = h.shape[:2]
     if is_live is not None and (
         is_live.shape != (batch, time) or is_live.dtype != jnp.bool_
     ):
@@ -180,14 +182,7 @@ def engram_gate(
         )
     # JAX differentiates the product of the gains.
     gain = query_scale.astype(jnp.float32) * key_scale.astype(jnp.float32)
-    y, gate = _gate(
-        options,
-        h.reshape(-1, streams, dim),
-        kv.reshape(-1, streams + 1, dim),
-        gain,
-        None if is_live is None else is_live.reshape(-1),
-    )
-    return y.reshape(h.shape), gate.reshape(h.shape[:3])
+    return _gate(options, h, kv, gain, is_live)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,9 +191,11 @@ def _gate(options: Options, h, kv, gain, is_live):
         return xla.forward(
             h, kv, gain, is_live, dtype=options.dtype, **options.formula()
         )
-    live = None if is_live is None else is_live.astype(jnp.int32)
     plan = _plan(options, h, is_live, options.kernels.fwd)
-    return _kernel_module().engram_gate_fwd(plan, h, kv, gain, live)
+    y, gate = _kernel_module().engram_gate_fwd(
+        plan, _flat(h), _flat(kv), gain, _flags(is_live)
+    )
+    return y.reshape(h.shape), gate.reshape(h.shape[:3])
 
 
 def _gate_fwd(options: Options, h, kv, gain, is_live):
@@ -210,11 +207,12 @@ def _gate_bwd(options: Options, residuals, cotangents):
     dy, dgate = cotangents
     if options.kernels is None:
         grads = xla.backward(h, kv, gain, is_live, dy, dgate, **options.formula())
-    else:
-        live = None if is_live is None else is_live.astype(jnp.int32)
-        plan = _plan(options, h, is_live, options.kernels.bwd)
-        grads = _kernel_module().engram_gate_bwd(plan, h, kv, gain, live, dy, dgate)
-    return *grads, None
+        return *grads, None
+    plan = _plan(options, h, is_live, options.kernels.bwd)
+    dh, dkv, dgain = _kernel_module().engram_gate_bwd(
+        plan, _flat(h), _flat(kv), gain, _flags(is_live), _flat(dy), _flat(dgate)
+    )
+    return dh.reshape(h.shape), dkv.reshape(kv.shape), dgain, None
 
 
 _gate.defvjp(_gate_fwd, _gate_bwd)
@@ -227,10 +225,19 @@ def _kernel_module():
     return kernel
 
 
+def _flat(x: jax.Array) -> jax.Array:
+    """[B, T, ...] to [P, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _flags(is_live: jax.Array | None) -> jax.Array | None:
+    return None if is_live is None else is_live.reshape(-1).astype(jnp.int32)
+
+
 def _plan(options: Options, h: jax.Array, is_live: Any, config: configs.Config):
-    tokens, streams, dim = h.shape
+    batch, time, streams, dim = h.shape
     return _kernel_module().Plan(
-        tokens=tokens,
+        tokens=batch * time,
         streams=streams,
         dim=dim,
         dtype=jnp.dtype(h.dtype),

@@ -281,11 +281,10 @@ def _engram_gate_bwd_kernel(*refs, plan: Plan, **scratch):
         # The sum runs over warps: each thread takes the streams' columns of its own.
         gates[...] = gate
         plgpu.commit_smem()  # the gates are there for all threads
-        dvalue = None
+        dvalue = plgpu.layout_cast(jnp.zeros(plan.dim, jnp.float32), row)
         for g in range(plan.streams):
             dy = plgpu.load(dy_ring.at[slot, g], layout=row, optimized=False)
-            term = dy.astype(jnp.float32) * gates[g]
-            dvalue = term if dvalue is None else dvalue + term
+            dvalue = dvalue + dy.astype(jnp.float32) * gates[g]
         dkv_ref.at[token, plan.streams][...] = dvalue.astype(plan.dtype)
 
     def token_fn(token, slot, dgains):

@@ -37,14 +37,13 @@ def choose(
         raise ValueError(f"table is {table.dtype}{list(table.shape)}, expected [N, d]")
     if ids.dtype != jnp.int32:
         raise ValueError(f"ids are {ids.dtype}{list(ids.shape)}, expected int32[...]")
+    num_rows, dim = table.shape
     refused, config = {}, None
     if not (hw.is_hopper() or interpret.is_interpreting()):
         refused["mosaic"] = (
             f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
         )
-    elif reason := configs.refusal(
-        *table.shape, table.dtype, lookups=math.prod(ids.shape)
-    ):
+    elif reason := configs.refusal(num_rows, dim, table.dtype, math.prod(ids.shape)):
         refused["mosaic"] = reason
     else:
         config = configs.pick(table.shape[1], table.dtype)

@@ -91,7 +91,8 @@ def mosaic_refusal(values: Any, num_segments: int) -> str | None:
     """Why the kernel cannot run these inputs, `None` if it can."""
     if not (hw.is_hopper() or interpret.is_interpreting()):
         return f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
-    return configs.refusal(*values.shape, values.dtype, num_segments)
+    count, dim = values.shape
+    return configs.refusal(count, dim, values.dtype, num_segments)
 
 
 def segment_sum(
