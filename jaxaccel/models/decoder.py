@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache
+from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.core.offload import offload_scan
 from jaxaccel.data.batch import (
     PackingMetadata,
@@ -466,6 +467,11 @@ def init_decoder(config: DecoderConfig, key: jax.Array | int = 0) -> Decoder:
 
 def _check_cached_call(time: int, segments: Any, cache: DecoderCache) -> None:
     """Refuses what a cache cannot take, as far as it is known before running."""
+    if any(isinstance(c, PolicyCache) for c in cache.layers):
+        raise ValueError(
+            "a cache with planned layers is read by `jaxaccel.decoding.cached` and "
+            "`read_tokens`, not by calling the model"
+        )
     slots = [c.k.shape[2] for c in cache.layers if isinstance(c, KVCache)]
     if slots and time > min(slots):
         raise ValueError(

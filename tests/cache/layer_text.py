@@ -99,12 +99,29 @@ def draw(rows=3, length=40, seed=0, spec=SPEC, sinks=False, rank=None) -> Text:
     return Text(normal(spec.num_heads, width) * 1.5, k, normal(groups, width), extra)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _prefill(policy, spec, room, text, count, width_mask):
+_NEVER_READ = {
+    *("k", "v", "ring_k", "ring_v", "ring_a", "out_k", "out_v"),
+    *("a", "landmark", "values", "v_slot"),
+}
+
+
+def _poisoned(state):
+    """NaN wherever an empty state holds a zero that nothing may read."""
+    held = {
+        name: jnp.full_like(state[name], jnp.nan)
+        for name in state.names()
+        if name in _NEVER_READ
+    }
+    return dataclasses.replace(state, **held)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6))
+def _prefill(policy, spec, room, text, count, width_mask, poison=False):
     batch, width = width_mask.shape
     where = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     tokens = take(*text, where, where < count[:, None], spec)
     state = policy.init(spec, batch, room, jnp.float32)
+    state = _poisoned(state) if poison else state
     o = policy.attend_prompt(tokens, spec)
     return o, policy.prefill(state, tokens.left_aligned(), spec)
 
@@ -123,8 +140,20 @@ def steps(policy, spec, count, text, length, state, is_real):
     return o, state
 
 
-def run(policy, text: Text, lengths, count, *, room=None, spec=SPEC, width=None):
+def run(
+    policy,
+    text: Text,
+    lengths,
+    count,
+    *,
+    room=None,
+    spec=SPEC,
+    width=None,
+    poison=False,
+):
     """Reads prompts of these lengths, then `count` tokens a row.
+
+    With `poison`, what nothing was written to is NaN.
 
     Returns:
       The prompt's outputs [B, T, H, K], the steps' [count, B, H, K], the last state.
@@ -134,11 +163,22 @@ def run(policy, text: Text, lengths, count, *, room=None, spec=SPEC, width=None)
     width = max(1, int(max(lengths))) if width is None else width
     room = text.k.shape[1] if room is None else room
     shape = jnp.zeros((lengths.shape[0], width))
-    prompt, state = _prefill(policy, spec, room, arrays, lengths, shape)
+    prompt, state = _prefill(policy, spec, room, arrays, lengths, shape, poison)
     policy.check(spec, room)
     real = jnp.ones(lengths.shape, bool)
     o, state = steps(policy, spec, count, arrays, lengths, state, real)
     return np.asarray(prompt), np.asarray(o), state
+
+
+@jax.jit
+def _reset(state, rows):
+    stacked = jax.tree.map(lambda x: x[None], state)
+    return jax.tree.map(lambda x: x[0], stacked.reset(rows))
+
+
+def reset(state, rows):
+    """One layer's state with rows emptied."""
+    return _reset(state, jnp.asarray(rows))
 
 
 def expected(text: Text, lengths, count, keep, spec=SPEC):
