@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
 from pallas_kernels.engram_hash import reference, xla
 from pallas_kernels.engram_hash.host import STOP
 from pallas_kernels.engram_hash.layout import HashLayout
 
 
-_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
+_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
 
 
 def choose(
@@ -29,8 +31,15 @@ def choose(
     Returns:
       The choice.
     """
-    del args, options  # Both implementations run everything that passes the checks.
-    return select("engram_hash", implementation, {}, available=_AVAILABLE)
+    del options
+    refused = {}
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        refused["mosaic"] = (
+            f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
+        )
+    elif args and not math.prod(args[0].shape):
+        refused["mosaic"] = "there are no tokens"
+    return select("engram_hash", implementation, refused, only_named=_ONLY_NAMED)
 
 
 def empty_history(batch: int, layout: HashLayout) -> jax.Array:
@@ -68,7 +77,7 @@ def engram_hash(
         own n-grams are padding.
       is_real: bool[B, T], false on padding, which is passed over.
       history: i32[B, N - 1], what an earlier call returned; `None` starts a text.
-      implementation: "xla", "reference"; `None` takes the best that can.
+      implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
     Returns:
       (ids i32[B, T, L, C], history i32[B, N - 1], newest last, -1 where nothing is
@@ -76,6 +85,7 @@ def engram_hash(
 
     Raises:
       ValueError: a shape or dtype is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
 
     Source: Engram (arXiv 2601.07372), section 2.
     """
@@ -113,5 +123,14 @@ def engram_hash(
                 "int32[V]"
             )
         tokens = jnp.take(token_map, tokens, axis=0, mode="clip")
-    module = reference if choice.implementation == "reference" else xla
-    return module.engram_hash(tokens, layout, history=history, **flags)
+    if choice.implementation == "reference":
+        return reference.engram_hash(tokens, layout, history=history, **flags)
+    hash_windows = xla.hash_windows
+    if choice.implementation == "mosaic":
+        # Imported on first use: Mosaic GPU takes a second that others need not pay.
+        from pallas_kernels.engram_hash import kernel
+
+        hash_windows = kernel.engram_hash
+    found, history = xla.windows(tokens, history=history, **flags)
+    found = [jnp.where(w < 0, layout.pad_id, w).astype(jnp.uint32) for w in found]
+    return hash_windows(found, layout), history

@@ -151,5 +151,8 @@ def _case(spec: Spec) -> Case:
         picked=lambda: str(api.choose().implementation),
         bytes=4 * (rows + spec.batch * spec.time),
         flops=0,
-        peers={"int64": lambda: (run(spec, "reference"), jax.__version__)},
+        peers={
+            "xla": lambda: (run(spec, "xla"), jax.__version__),
+            "int64": lambda: (run(spec, "reference"), jax.__version__),
+        },
     )

@@ -16,28 +16,15 @@ from pallas_kernels.engram_hash.host import STOP
 from pallas_kernels.engram_hash.layout import HashLayout
 
 
-def engram_hash(
-    tokens: jax.Array,
-    layout: HashLayout,
-    *,
-    is_first: jax.Array | None,
-    is_last: jax.Array | None,
-    is_dead: jax.Array | None,
-    is_real: jax.Array | None,
-    history: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Arguments and results as in `api.engram_hash`."""
-    x, history = windows(
-        tokens,
-        is_first=is_first,
-        is_last=is_last,
-        is_dead=is_dead,
-        is_real=is_real,
-        history=history,
-    )
-    x = [jnp.where(w < 0, layout.pad_id, w).astype(jnp.uint32) for w in x]
-    layers = [_rows(x, layout, layer) for layer in range(layout.num_layers)]
-    return jnp.stack(layers, axis=2), history
+def hash_windows(windows: list[jax.Array], layout: HashLayout) -> jax.Array:
+    """Row numbers i32[B, T, L, C] from what each token looks back at.
+
+    Args:
+      windows: N arrays u32[B, T], the i-th holds the compressed id i tokens before.
+      layout: multipliers and primes of L layers.
+    """
+    layers = [_rows(windows, layout, layer) for layer in range(layout.num_layers)]
+    return jnp.stack(layers, axis=2)
 
 
 def windows(

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import engram_hash
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
 from pallas_kernels.engram_hash import HashLayout, hash_on_host, specs, xla
+from pallas_kernels.engram_hash.api import choose
 from pallas_kernels.engram_hash.layout import is_prime
 
 
@@ -150,6 +153,56 @@ def test_all_forms_are_equal_with_x64_off(name):
                 got = form(tokens, history, flags)
                 for a, b in zip(got, want, strict=True):
                     np.testing.assert_array_equal(a, b, implementation)
+
+
+@pytest.mark.parametrize(
+    ("layout", "time"), [(TINY, 70), (V41.layer(1), 5)], ids=["tiny", "v41"]
+)
+def test_the_kernel_gives_the_ids_of_the_host(layout, time):
+    rng, shape = np.random.default_rng(4), (2, time)
+    tokens = rng.integers(0, layout.vocab_size, shape).astype(np.int32)
+    tokens[0, :2], tokens[0, 2:4] = layout.vocab_size - 1, 0
+    flags = _flags(rng, shape)
+    call = functools.partial(engram_hash, implementation="mosaic")
+    with interpreted():
+        got = jax.jit(call, static_argnums=1)(tokens, layout, **flags)
+    for a, b in zip(got, hash_on_host(tokens, layout, **flags), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("spec", [*specs.specs("perf")], ids=lambda spec: spec.name)
+def test_the_kernel_lowers_for_the_card(spec):
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))
+    with hw.assume():
+        step = jax.jit(specs.run(spec, "mosaic"))
+        text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "pk_engram_hash" in text
+
+
+def test_none_keeps_xla_until_a_row_was_measured():
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    with hw.assume():
+        choice = choose(tokens, TINY)
+        assert choice.implementation == "xla"
+        assert "no measured row" in choice.refused["mosaic"]
+        none = jax.ShapeDtypeStruct((1, 0), jnp.int32)
+        with pytest.raises(NotImplementedError, match="no tokens"):
+            choose(none, TINY, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CI)
+def test_the_kernel_on_the_card(name):
+    spec, rng = CI[name], np.random.default_rng(5)
+    layout, shape = spec.layout, (8, 1000)
+    tokens = rng.integers(0, layout.vocab_size, shape).astype(np.int32)
+    flags = _flags(rng, shape)
+    call = functools.partial(engram_hash, implementation="mosaic")
+    step = jax.jit(call, static_argnums=1)
+    for _ in range(20):
+        got = step(tokens, layout, **flags)
+        for a, b in zip(got, hash_on_host(tokens, layout, **flags), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b)
 
 
 def test_any_cutting_of_a_text_gives_the_same_ids():
