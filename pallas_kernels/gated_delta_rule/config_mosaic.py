@@ -79,19 +79,19 @@ class Config:
       prepare_warpgroups: of a block of `kernel_inverse`, 1 or 5, each with a chunk of
         its own. Five of a block have 96 registers each; the compiler gives a single
         one what it wants, which decides how many blocks an SM has.
-      grads: the kernel of the gradients that need no order: "blocks", `kernel_grads`
-        with a block for each chunk of a key head, or "ring", `kernel_grads_ring` with
-        blocks that stay.
+      grads: the kernel of the gradients that need no order: "ring",
+        `kernel_grads_ring` with blocks that stay, or "blocks", `kernel_grads` with a
+        block for each chunk of a key head.
       grads_warpgroups: of a block of `kernel_grads`, 2 or 3.
       grads_products: "together", or "in_turn" with fewer registers: how `kernel_grads`
         makes the two products over pairs of tokens.
     """
 
     segments: int | None = None
-    stages: int = STAGES
+    stages: int = 3
     order: Order = "queries_first"
     prepare_warpgroups: int = 1
-    grads: Grads = "blocks"
+    grads: Grads = "ring"
     grads_warpgroups: int = 2
     grads_products: Products = "in_turn"
 

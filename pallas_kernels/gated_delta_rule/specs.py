@@ -194,19 +194,19 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
     return chunks * per_chunk * (4 if backward else 1)
 
 
-# Launch parameters that no heuristic picks yet, measured with --peers NAME,...
+# Launch parameters that no heuristic picks, measured with --peers NAME,...
 VARIANTS: dict[str, Config] = {
     **{f"segments{count}": Config(segments=count) for count in (1, 2, 4, 8)},
-    "stages3": Config(stages=3),
+    "stages2": Config(stages=2),
     "queries_last": Config(order="queries_last"),
-    "queries_last3": Config(order="queries_last", stages=3),
     "values_first": Config(order="values_first"),
-    "values_first3": Config(order="values_first", stages=3),
     "prepare5": Config(prepare_warpgroups=5),
-    "grads_ring": Config(grads="ring"),
-    "grads_together": Config(grads_products="together"),
-    "grads3": Config(grads_warpgroups=3),
-    "grads3_together": Config(grads_warpgroups=3, grads_products="together"),
+    "blocks": Config(grads="blocks"),
+    "blocks_together": Config(grads="blocks", grads_products="together"),
+    "blocks3": Config(grads="blocks", grads_warpgroups=3),
+    "blocks3_together": Config(
+        grads="blocks", grads_warpgroups=3, grads_products="together"
+    ),
 }
 
 

@@ -263,9 +263,10 @@ def test_states_and_their_gradients_run_through_the_chunks(documents):
     args, is_first = documents
     do, d_last = cotangents(args)
     inputs = sources(args, is_first, do=flat(do))
+    blocks = Config(grads="blocks")
     with interpreted():
         between, d_initial = jit(
-            functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE, Config())
+            functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE, blocks)
         )(inputs, flat(args[5]), flat(d_last))
     states, dv, d_states = (between[x] for x in ("states", "dv", "d_states"))
     want = with_gradients(exact(args), is_first, "reference")
@@ -279,10 +280,10 @@ def test_states_and_their_gradients_run_through_the_chunks(documents):
 @pytest.mark.parametrize(
     "config",
     [
+        Config(grads="blocks"),
+        Config(grads="blocks", grads_products="together"),
+        Config(grads="blocks", grads_warpgroups=3),
         Config(),
-        Config(grads_products="together"),
-        Config(grads_warpgroups=3),
-        Config(grads="ring"),
     ],
     ids=["in_turn", "together", "three", "ring"],
 )
@@ -491,11 +492,11 @@ def test_layers_of_equal_sizes_share_their_kernels():
         traced = jit(jax.grad(three_layers, argnums=range(6))).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # Forward and backward of three layers: one kernel each, called from everywhere.
-    for name in ("prepare", "chunk_fwd", "chunk_bwd", "chunk_grads"):
+    for name in ("prepare", "chunk_fwd", "chunk_bwd", "chunk_grads_ring"):
         assert text.count(f"func.func private @{name}(") == 1
         assert f"func.func private @{name}_" not in text
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
-    for name in ("prepare", "fwd", "bwd", "grads"):
+    for name in ("prepare", "fwd", "bwd", "grads_ring"):
         assert f"pk_gdn_{name}" in text
 
 
@@ -515,8 +516,8 @@ def model_arguments(batch, time, dtype=jnp.bfloat16):
         (1, 1000, "bfloat16", Config(segments=1)),
         (3, 512, "float16", Config(segments=1)),
         (1, 1000, "float16", Config(segments=4, stages=3, order="values_first")),
-        (3, 512, "bfloat16", Config(grads="ring")),
-        (1, 1000, "float16", Config(segments=4, grads="ring", prepare_warpgroups=5)),
+        (3, 512, "bfloat16", Config(grads="blocks", stages=2)),
+        (1, 1000, "float16", Config(segments=4, prepare_warpgroups=5)),
     ],
 )
 def test_model_shapes_on_the_card(batch, time, dtype, config):
@@ -541,8 +542,8 @@ def test_rings_of_other_groups_on_the_card(group):
     heads = (jnp.concatenate(x, axis=2) for x in list(zip(*parts, strict=True))[:5])
     args = (*heads, jnp.concatenate([x[5] for x in parts], axis=1))
     is_first = first(4, 512, *((row, t) for row in range(4) for t in (0, 130, 192)))
-    ring = Config(segments=1, grads="ring")
-    got = gradients(args, is_first, cotangents(args), "mosaic", ring)
+    alone = Config(segments=1)
+    got = gradients(args, is_first, cotangents(args), "mosaic", alone)
     assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
 
 
@@ -567,8 +568,8 @@ def test_variants_of_the_forward_on_the_card(order):
     got = run(args, Config(order=order))
     assert_all_close(got, rule(exact(args), is_first, "reference"), NAMES[:2])
     # How many chunks wait in shared memory changes nothing.
-    deeper = run(args, Config(order=order, stages=3))
-    for a, b in zip(deeper, got, strict=True):
+    other = run(args, Config(order=order, stages=2))
+    for a, b in zip(other, got, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
