@@ -39,6 +39,11 @@ def tilings(spec: specs.Spec) -> Iterator[config.Config]:
             yield tiling
 
 
+def size(spec: specs.Spec) -> str:
+    """What `--only` looks in."""
+    return f"B{spec.batch} {spec.state_dtype} state"
+
+
 def step(spec: specs.Spec, tiling: config.Config) -> Callable[..., Any]:
     """The kernel with a tiling, as a function of the spec's arguments."""
 
@@ -78,7 +83,7 @@ def tune(spec: specs.Spec) -> dict[str, dict[str, Any]]:
     args = spec.arguments(jax.random.key(0))
     op = functools.partial(api.gated_delta_step, implementation="xla")
     want = jax.jit(specs.run(spec, op))(*args)
-    print(f"{spec.name} B{spec.batch} {spec.state_dtype} state", flush=True)
+    print(f"{spec.name} {size(spec)}", flush=True)
     times: dict[config.Config, float] = {}
     for tiling in tilings(spec):
         if (ms := measured(spec, tiling, args, want)) is not None:
@@ -103,12 +108,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--specs", default="perf", help="ci, model or perf")
+    parser.add_argument(
+        "--only", default="", help='part of a size such as "B256 bfloat16 state"'
+    )
     options = parser.parse_args(argv)
     about = bench.stamp()
     entries: dict[str, dict[str, Any]] = {}
     for spec in specs.specs(options.specs):
+        if options.only not in size(spec):
+            continue
         entries |= tune(spec)
         tuning.write(options.json, about, entries)
+    if not entries:
+        parser.error(f"--only {options.only!r} leaves nothing to measure")
 
 
 if __name__ == "__main__":
