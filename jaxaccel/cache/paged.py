@@ -144,6 +144,10 @@ class PagedCacheConfig(CachePolicy):
             lost=state["lost"] + lost,
         )
 
+    def counters(self, state: LayerState) -> dict[str, jax.Array]:
+        """As `CachePolicy.counters`: `lost`, see `PagedState`."""
+        return {"lost": state["lost"]}
+
     def attend(
         self,
         state: LayerState,

@@ -12,7 +12,12 @@ from jax.typing import DTypeLike
 
 from jaxaccel.cache.full import DenseCacheConfig
 from jaxaccel.cache.host_values import empty_on_host
-from jaxaccel.cache.layer_state import AttentionSpec, LayerState, Tokens
+from jaxaccel.cache.layer_state import (
+    AttentionSpec,
+    LayerState,
+    Tokens,
+    is_on_host,
+)
 from jaxaccel.cache.policy import CachePolicy
 
 
@@ -167,6 +172,33 @@ class PolicyCache:
         return PolicyCacheOfLayer(
             whole=self, local=index.astype(jnp.int32) - start, stretch=stretch
         )
+
+    def counters(self) -> tuple[dict[str, jax.Array], ...]:
+        """What each layer's cache tells about itself, arrays [B] by name.
+
+        See the policies' `counters`; empty where a policy counts nothing.
+        """
+        layers = []
+        start = 0
+        for policy, state, end in zip(
+            self.policies, self.states, self.ends, strict=True
+        ):
+            told = policy.counters(state)
+            layers += [{n: x[i] for n, x in told.items()} for i in range(end - start)]
+            start = end
+        return tuple(layers)
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of all layers on the device, and in host memory."""
+        device = host = 0
+        for state in self.states:
+            for name in state.names():
+                array = getattr(state, name)
+                if is_on_host(array):
+                    host += array.size * array.dtype.itemsize
+                else:
+                    device += array.size * array.dtype.itemsize
+        return device, host
 
     def reset(self, rows: jax.Array) -> Self:
         """Empties rows bool[B]."""

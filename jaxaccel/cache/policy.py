@@ -161,6 +161,18 @@ class CachePolicy:
         del tokens, spec
         return None, state
 
+    def counters(self, state: LayerState) -> dict[str, jax.Array]:
+        """What a state tells about itself, by name.
+
+        Args:
+          state: of several layers, as in `PolicyCache`.
+
+        Returns:
+          Arrays [layers, B].
+        """
+        del state
+        return {}
+
     def attend(
         self,
         state: LayerState,

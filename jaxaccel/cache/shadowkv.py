@@ -483,6 +483,25 @@ class ShadowKVCacheConfig(CachePolicy):
         )
         return Selection(ids=ids, valid=valid, slots=plan.slots), state
 
+    def counters(self, state: LayerState) -> dict[str, jax.Array]:
+        """As `CachePolicy.counters`.
+
+        Returns:
+          `energy`, `residual`, `hits` and `misses`, see `ShadowKVState`; `outliers`, a
+          kv head's number of them, and `outlier_share`, what they are of its tokens;
+          `fetched_bytes`, f32, of the misses of all kv heads.
+        """
+        tokens = jnp.maximum(state["length"], 1).astype(jnp.float32)
+        outliers, misses = state["out_count"], state["misses"]
+        row_bytes = state.size("values")[-1] * state.dtype("values").itemsize
+        return {
+            **{name: state[name] for name in ("energy", "residual", "hits")},
+            "misses": misses,
+            "fetched_bytes": misses.astype(jnp.float32) * row_bytes,
+            "outliers": outliers,
+            "outlier_share": outliers.astype(jnp.float32) * self.chunk / tokens,
+        }
+
     def _fetch(self, state: LayerState, ids: jax.Array) -> jax.Array:
         """The values of chunks i32[B, G, N], [B, G, N, c K] on the device."""
         batch, heads, _ = ids.shape

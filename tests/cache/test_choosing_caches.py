@@ -1,6 +1,7 @@
 """Quest, SnapKV, H2O and pages against their definitions."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import layer_text as lt
@@ -29,18 +30,18 @@ def text():
     return lt.draw(length=41)
 
 
-def quest_keep(b, q, k, v, n):
+def quest_keep(lengths, b, q, k, v, n):
     return reference.quest_keep(q[-1], k, page=4, chosen=2, local_window=5, scale=SCALE)
 
 
-def snapkv_keep(b, q, k, v, n):
+def snapkv_keep(lengths, b, q, k, v, n):
     return reference.snapkv_keep(
-        q, k, LENGTHS[b], budget=6, window=4, kernel=3, scale=SCALE
+        q, k, lengths[b], budget=6, window=4, kernel=3, scale=SCALE
     )
 
 
-def h2o_keep(b, q, k, v, n):
-    return reference.h2o_keep(q, k, LENGTHS[b], heavy=5, recent=4, scale=SCALE)
+def h2o_keep(lengths, b, q, k, v, n):
+    return reference.h2o_keep(q, k, lengths[b], heavy=5, recent=4, scale=SCALE)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +50,16 @@ def h2o_keep(b, q, k, v, n):
     ids=["quest", "snapkv", "h2o"],
 )
 def test_it_reads_what_the_definition_says(text, policy, keep):
-    _, o, state = lt.run(policy, text, LENGTHS, COUNT)
-    expected = lt.expected(text, LENGTHS, COUNT, keep)
-    np.testing.assert_allclose(o, expected, atol=2e-6)
     _, dense, _ = lt.run(DenseCacheConfig(), text, LENGTHS, COUNT)
-    assert np.abs(o - dense)[-1, 0].max() > 1e-3
-    np.testing.assert_array_equal(state.length, np.array(LENGTHS) + COUNT)
+    # Around the borders of pages, windows and budgets, and a prompt of no tokens.
+    for lengths in (LENGTHS, [9, 10, 11], [4, 5, 3], [8, 1, 12]):
+        _, o, state = lt.run(policy, text, lengths, COUNT, width=29)
+        of = functools.partial(keep, lengths)
+        expected = lt.expected(text, lengths, COUNT, of)
+        np.testing.assert_allclose(o, expected, atol=2e-6)
+        np.testing.assert_array_equal(state.length, np.array(lengths) + COUNT)
+        if lengths == LENGTHS:
+            assert np.abs(o - dense)[-1, 0].max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_snapkv_lets_the_oldest_generated_tokens_go(text):
     _, o, _ = lt.run(policy, text, LENGTHS, COUNT)
 
     def keep(b, q, k, v, n):
-        kept = snapkv_keep(b, q, k, v, n)
+        kept = snapkv_keep(LENGTHS, b, q, k, v, n)
         token = np.arange(n)
         late = token >= max(LENGTHS[b] - 4, 0)
         return kept & ~(late & (token < n - 7))

@@ -31,11 +31,11 @@ LENGTHS, COUNT = [40, 0, 23], 30
 PLAIN = dataclasses.replace(lt.SPEC, rotate=None)
 
 
-def keep(policy):
+def keep(policy, lengths):
     def of(b, q, k, v, n):
         starts, outlier = reference.shadowkv_chunks(
             k,
-            LENGTHS[b],
+            lengths[b],
             chunk=policy.chunk,
             local_window=policy.local_window,
             num_outliers=policy.num_outliers,
@@ -67,12 +67,19 @@ def result(text):
 
 def test_it_reads_what_the_definition_says(text, result):
     _, o, state = result
-    expected = lt.expected(text, LENGTHS, COUNT, keep(POLICY))
+    expected = lt.expected(text, LENGTHS, COUNT, keep(POLICY, LENGTHS))
     np.testing.assert_allclose(o, expected, atol=2e-5)
     # Generated chunks left the ring, and were chosen among.
     np.testing.assert_array_equal(state.start, [60, 20, 40])
     np.testing.assert_allclose(state.energy, 1.0, atol=1e-6)
     np.testing.assert_array_equal(state.rank_used, [6, 6, 6])
+
+
+@pytest.mark.parametrize("lengths", [[9, 10, 11], [12, 13, 16], [1, 41, 39]])
+def test_it_does_so_around_the_borders_of_chunks_and_window(text, lengths):
+    _, o, _ = lt.run(POLICY, text, lengths, COUNT, width=41)
+    expected = lt.expected(text, lengths, COUNT, keep(POLICY, lengths))
+    np.testing.assert_allclose(o, expected, atol=3e-5)
 
 
 def test_what_was_never_written_is_never_read(text, result):
@@ -130,6 +137,19 @@ def test_slots_hold_the_values_of_their_chunks(result):
     # Two kv heads ask for two chunks at each step, once there are two.
     assert asked[0] == COUNT * 2 * 2
     assert 0 < state.misses[0] < asked[0]
+
+
+def test_what_it_counts_is_told_for_each_layer(result):
+    state = jax.tree.map(lambda x: np.stack([x, x]), result[2])
+    cache = PolicyCache(states=(state,), policies=(POLICY,), ends=(2,))
+    first, second = cache.counters()
+    np.testing.assert_array_equal(first["misses"], second["misses"])
+    # Two outliers of 4 tokens each, of prompts that had chunks.
+    np.testing.assert_array_equal(first["outliers"], [2, 0, 2])
+    np.testing.assert_allclose(first["outlier_share"], [8 / 70, 0, 8 / 53], rtol=1e-6)
+    fetched = np.asarray(first["misses"]) * 4 * 8 * 4
+    np.testing.assert_array_equal(first["fetched_bytes"], fetched)
+    np.testing.assert_allclose(first["energy"], 1.0, atol=1e-6)
 
 
 def test_the_whole_budget_at_full_rank_is_dense():

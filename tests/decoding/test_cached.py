@@ -73,9 +73,13 @@ def test_shadowkv_with_room_for_all_gives_the_tokens_of_no_plan(model, plain, va
     plan = CachePlanConfig(policy=policy)
     options = {"max_new_tokens": NEW, "sampling": GREEDY}
     assert generate(model, PROMPTS, **options, cache=plan) == plain
-    cache = cached.init_cache(model, plan, 2, 64)
-    where = {s.values.sharding.memory_kind for s in cache.layers[1].states}
-    assert where == {"pinned_host" if values == "host" else "device"}
+    attention = cached.init_cache(model, plan, 2, 64).layers[1]
+    kind = attention.states[0].values.sharding.memory_kind
+    assert kind == ("pinned_host" if values == "host" else "device")
+    # Two layers of 2 rows, 1 kv head and 64 / 4 + 1 chunks of 4 times 16 values.
+    on_host = 2 * 2 * 17 * 4 * 16 * 4 if values == "host" else 0
+    device, host = attention.num_bytes()
+    assert (host, device > 0) == (on_host, True)
 
 
 def test_learned_sinks_and_windows_of_other_layers_stay(random_model):
