@@ -210,4 +210,7 @@ def _put_interpreted(ref: Any, indices: Any, values: Any, where: Any) -> None:
 
         return carry
 
-    lax.fori_loop(0, values.shape[0], step, 0)
+    # Most calls write nothing, and the loop is what takes the time.
+    @pl.when(jnp.any(where))
+    def _():
+        lax.fori_loop(0, values.shape[0], step, 0)

@@ -91,7 +91,6 @@ def refusal(count: int, dim: int, dtype: Any, num_segments: int) -> str | None:
             f"a row of {dim} {name} gives a thread {pieces} pieces, its registers hold "
             f"the sums of {MAX_PIECES}"
         )
-    # Sums of strips that continue a run lie behind the others, counted in int32 too.
-    if num_segments + count >= 2**31:
-        return f"{num_segments} sums of {count} rows are counted beyond 2^31"
+    if max(num_segments, count) >= 2**31 - WARPGROUP:
+        return f"{num_segments} sums of {count} rows are counted in int32"
     return None

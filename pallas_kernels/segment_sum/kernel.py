@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
       count, dim: rows and columns that are summed.
-      num_segments: rows of sums; heads lie behind them.
+      num_segments: rows of sums.
       dtype: of the values.
       config: how to tile.
     """
@@ -76,7 +76,7 @@ class Plan:
 
 
 def _segment_sum_kernel(*refs, plan: Plan):
-    values_ref, keys_ref, *source_ref, sums_ref = refs
+    values_ref, keys_ref, *source_ref, sums_ref, heads_ref = refs
     config, width = plan.config, plan.width
     number = indexed.iota(plan.block_strips * plan.row_pieces)
     local = lax.div(number, jnp.int32(plan.row_pieces))
@@ -98,9 +98,11 @@ def _segment_sum_kernel(*refs, plan: Plan):
         return indexed.take(values_ref, (place, column), width).astype(jnp.float32)
 
     def write(current, is_head, total, where):
-        place = jnp.where(is_head, plan.num_segments + strip, current)
-        place = jnp.where(current >= 0, place, 0)
-        indexed.put(sums_ref, (place, column), total, where & (current >= 0))
+        where = where & (current >= 0)
+        row = jnp.where(current >= 0, current, 0)
+        indexed.put(sums_ref, (row, column), total, where & ~is_head)
+        own = jnp.minimum(strip, plan.strips - 1)
+        indexed.put(heads_ref, (own, column), total, where & is_head)
 
     def step(i, carry):
         positions = [first + i * config.unroll + u for u in range(config.unroll)]
@@ -130,14 +132,13 @@ def _segment_sum_kernel(*refs, plan: Plan):
 
 def _level(
     plan: Plan, values: jax.Array, keys: jax.Array, source: jax.Array | None
-) -> jax.Array:
-    """f32[num_segments + strips, d]: sums, and behind them the strips' heads."""
-    sums = jnp.zeros((plan.num_segments + plan.strips, plan.dim), jnp.float32)
-    ref = jax.new_ref(sums)
+) -> tuple[jax.Array, jax.Array]:
+    """Sums f32[num_segments, d], and heads f32[strips, d] of the strips with one."""
+    ref = jax.new_ref(jnp.zeros((plan.num_segments, plan.dim), jnp.float32))
     inputs = (values, keys) if source is None else (values, keys, source)
-    plgpu.kernel(
+    heads = plgpu.kernel(
         functools.partial(_segment_sum_kernel, plan=plan),
-        out_type=(),
+        out_type=jax.ShapeDtypeStruct((plan.strips, plan.dim), jnp.float32),
         grid=(plan.blocks,),
         grid_names=("block",),
         kernel_name="pk_segment_sum",
@@ -146,7 +147,7 @@ def _level(
             unsafe_no_auto_barriers=True,  # threads share nothing
         ),
     )(*inputs, ref)
-    return jax.freeze(ref)
+    return jax.freeze(ref), heads
 
 
 def segment_sum(
@@ -175,8 +176,7 @@ def segment_sum(
         dtype=jnp.dtype(values.dtype),
         config=config,
     )
-    sums = _level(plan, values, keys, source)
-    total, heads = sums[:num_segments], sums[num_segments:]
+    total, heads = _level(plan, values, keys, source)
     if plan.strips == 1:
         return total
     # A strip has a head if its first row's run began in front of it.
