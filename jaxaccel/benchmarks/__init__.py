@@ -12,6 +12,7 @@ _COMMANDS = {
     "moe": "experts by loop, one-hot tables and one sort, and whole layers",
     "offload": "layer inputs in device or host memory, a stack's gradients",
     "packing": "metadata once or in every layer; packed rows against padded ones",
+    "recall": "pairs remembered by pure Gated DeltaNet and by a hybrid, over seeds",
     "render": "write the README's tables from experiments/results/",
 }
 
