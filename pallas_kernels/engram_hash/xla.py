@@ -7,6 +7,7 @@ pair is taken a few bits at a time, which needs no wider type.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
     return a1 * b1 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
 
 
-def remainder(high: jax.Array, low: jax.Array, primes: jax.Array) -> jax.Array:
+def remainder(high: jax.Array, low: jax.Array, primes: Any) -> jax.Array:
     """(high 2^32 + low) mod p in u32, long division a few bits at a time.
 
     Args:
