@@ -49,7 +49,7 @@ def choose(
     elif reason := configs.refusal(num_rows, dim, table.dtype, math.prod(ids.shape)):
         refused["mosaic"] = reason
     else:
-        config = configs.pick(table.shape[1], table.dtype)
+        config = configs.pick(dim, table.dtype, math.prod(ids.shape))
     return select(
         "engram_gather",
         implementation,

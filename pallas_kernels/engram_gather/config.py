@@ -14,8 +14,8 @@ from pallas_kernels.engram_gather.reference import BLOCK
 
 WARPGROUP = 128  # threads
 PIECE_BYTES = 16  # what a thread moves at once
-# Pieces of a thread whose loads are in flight together.
-PIECES = 5
+# Pieces of a thread whose loads are in flight together, where rows allow so few.
+PIECES = 4
 
 FLOATS = ("float32", "bfloat16", "float16")
 NARROW = "float8_e4m3fn"
@@ -59,7 +59,10 @@ def heuristic(dim: int, dtype: Any) -> Config:
     """The tiling for rows of `dim` values that were not measured."""
     least = step(dim, dtype)
     pieces = least * (dim // piece(dim, dtype)) // WARPGROUP  # of a thread
-    return Config(rows=least * max(1, PIECES // pieces))
+    multiple = 1
+    while 2 * multiple * pieces <= PIECES:
+        multiple *= 2
+    return Config(rows=least * multiple)
 
 
 # What a tuning run tries, as multiples of the fewest rows.
@@ -71,12 +74,20 @@ def table_key(dim: int, dtype: Any) -> str:
     return tuning.key(dim=dim, dtype=jnp.dtype(dtype).name)
 
 
-def pick(dim: int, dtype: Any) -> Config:
-    """The measured tiling where there is one, else a guess."""
+def pick(dim: int, dtype: Any, lookups: int) -> Config:
+    """The measured tiling where there is one, else a guess.
+
+    A block that does not divide the lookups costs a copy of the result: smaller ones
+    are taken as long as there are any.
+    """
     found = tuning.lookup("engram_gather", table_key(dim, dtype))
-    if found is not None and found["rows"] % step(dim, dtype) == 0:
-        return Config(rows=found["rows"])
-    return heuristic(dim, dtype)
+    least, rows = step(dim, dtype), heuristic(dim, dtype).rows
+    if found is not None and found["rows"] % least == 0:
+        rows = found["rows"]
+    smaller = rows
+    while lookups % smaller and smaller % (2 * least) == 0:
+        smaller //= 2
+    return Config(rows=rows if lookups % smaller else smaller)
 
 
 def refusal(num_rows: int, dim: int, dtype: Any, lookups: int) -> str | None:

@@ -1,6 +1,7 @@
 """`engram_gather`: every form against the reference, the kernel in the interpreter."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -126,10 +127,17 @@ def test_lowers_for_the_card_at_every_size(spec):
 
 def test_the_picked_block_gives_threads_equal_shares():
     for dim, dtype in ((80, "bfloat16"), (256, "float8_e4m3fn"), (6, "float32")):
-        rows = config.pick(dim, dtype).rows
-        pieces = rows * (dim // config.piece(dim, dtype))
-        assert pieces % config.WARPGROUP == 0
-        assert pieces // config.WARPGROUP <= max(config.PIECES, 1)
+        rows = config.pick(dim, dtype, 64 * 81).rows
+        assert rows * (dim // config.piece(dim, dtype)) % config.WARPGROUP == 0
+
+
+@pytest.mark.parametrize("spec", [*specs.specs("perf")], ids=lambda spec: spec.name)
+def test_a_block_divides_the_lookups_of_a_model(spec):
+    lookups = math.prod(spec.lookups)
+    assert lookups % config.pick(spec.dim, spec.dtype, lookups).rows == 0
+    # Smaller blocks are taken where a larger one leaves a rest.
+    least = config.step(spec.dim, spec.dtype)
+    assert config.pick(spec.dim, spec.dtype, 3 * least).rows == least
 
 
 @pytest.mark.parametrize(
