@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from pallas_kernels.ssd.config_mosaic import (
     plan_segments,
     shapes_of,
 )
+from pallas_kernels.ssd.kernel_bwd import chunk_bwd
+from pallas_kernels.ssd.kernel_grads import chunk_grads
 from pallas_kernels.ssd.kernel_pass import BACKWARD, FORWARD, chunk_fwd, segment_ends
 from pallas_kernels.ssd.kernel_prepare import prepare
 
@@ -81,7 +84,17 @@ def _exit_gradients(
     return _merge(shapes, states[::-1])
 
 
+def _by_token(shapes: Shapes, x: jax.Array) -> jax.Array:
+    """[B H, T] to [B, T, H]."""
+    return jnp.swapaxes(x.reshape(shapes.batch, shapes.heads, shapes.time), 1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rule(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
+    return _rule_forward(shapes, config, x, step, g, b, c, d, start, state)[0]
+
+
+def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
     g2 = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
     gates = prepare(shapes, g2, _by_head(shapes, step), start)
     gates = checkpoint_name(gates, "ssd_gates")
@@ -89,7 +102,35 @@ def _rule(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
     entries = _entries(shapes, sources, _flat(state))
     y, last = chunk_fwd(shapes, config, sources, d, entries)
     last = _segment_of(shapes, last, -1)
-    return y.reshape(x.shape), last.reshape(state.shape)
+    saved = (x, g, b, c, d, gates, entries)
+    return (y.reshape(x.shape), last.reshape(state.shape)), saved
+
+
+def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
+    del config
+    x, g, b, c, d, gates, entries = saved
+    dy, d_last = cotangents
+    sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "dy": _flat(dy)}
+    sources["gates"] = gates
+    d_exits = _exit_gradients(shapes, sources, _flat(d_last))
+    between, dx, d_entries = chunk_bwd(shapes, sources, d, entries, d_exits)
+    grads = chunk_grads(shapes, sources | between)
+    # The floor of g is a constant there.
+    dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
+    dd = jnp.sum(grads["dd"].reshape(shapes.batch, shapes.heads, -1), axis=(0, 2))
+    return (
+        dx.reshape(x.shape),
+        _by_token(shapes, grads["dstep"]),
+        dg,
+        grads["db"].reshape(b.shape),
+        grads["dc"].reshape(c.shape),
+        dd,
+        None,
+        _segment_of(shapes, d_entries, 0).reshape(d_last.shape),
+    )
+
+
+_rule.defvjp(_rule_forward, _rule_backward)
 
 
 def _padded_rows(inputs: tuple[jax.Array, ...], time: int) -> list[jax.Array]:

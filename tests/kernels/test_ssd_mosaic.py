@@ -1,6 +1,8 @@
 """Mosaic kernels of `ssd`, interpreted, against the recurrence."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,24 @@ def rule(args, is_first, implementation, config=None, is_real=None):
 compiled_rule = jit(rule, static_argnums=(2, 3))
 
 
+def cotangents(args):
+    rng = np.random.default_rng(99)
+    dy, d_state = (rng.standard_normal(args[i].shape, np.float32) for i in (0, 6))
+    return jnp.asarray(dy.astype(args[0].dtype)), jnp.asarray(d_state)
+
+
+def rule_with_gradients(args, is_first, cotangents, implementation, config=None):
+    """y, final state and the seven gradients."""
+    out, pullback = jax.vjp(
+        lambda *args: rule(args, is_first, implementation, config), *args
+    )
+    dy, d_state = cotangents
+    return *out, *pullback((dy.astype(out[0].dtype), d_state))
+
+
+gradients = jit(rule_with_gradients, static_argnums=(3, 4))
+
+
 def assert_all_close(got, want, names=NAMES):
     for name, a, b in zip(names, got, want, strict=True):
         assert_close(a, b, rel=LIMITS[name], name=name)
@@ -130,6 +150,45 @@ def test_a_document_is_bit_equal_wherever_it_stands():
         )
     np.testing.assert_array_equal(y[0, CHUNK:], y[1, :CHUNK])
     np.testing.assert_array_equal(last[0], last[1])
+
+
+@pytest.mark.parametrize(
+    "chunks, heads, groups, segments, dtype",
+    [(3, 2, 1, 1, "bfloat16"), (6, 2, 1, 3, "float16"), (2, 4, 2, 1, "bfloat16")],
+)
+def test_all_gradients_are_those_of_the_recurrence(
+    chunks, heads, groups, segments, dtype
+):
+    """Heads that never and that quickly forget; the middle one of three segments has
+    both ends. One SM, so that a ring's only block takes one chunk after the other."""
+    time = chunks * CHUNK - 10
+    x, dt, a, *rest = arguments(time=time, heads=heads, groups=groups, dtype=dtype)
+    dt, a = dt.at[:, 1::9, 1].set(4.0), a.at[1].set(-16.0)
+    args = (x, dt, a, *rest)
+    starts = (5, CHUNK + 30, CHUNK + 31)
+    is_first = first(1, time, *((0, t) for t in starts))
+    known = (is_first, cotangents(args))
+    with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
+        got = gradients(args, *known, "mosaic", Config(segments=segments))
+    want = gradients(exact(args), *known, "reference")
+    assert_all_close(got, want)
+    # The quickly forgetting head alone: its gradients are the smaller ones.
+    for name in ("dx", "ddt"):
+        at = NAMES.index(name)
+        assert_all_close([got[at][:, :, 1]], [want[at][:, :, 1]], [name])
+
+
+def test_gradients_have_the_shapes_and_dtypes_of_their_inputs():
+    args = jax.eval_shape(lambda: arguments(batch=2, time=100, heads=4))
+
+    def loss(*args):
+        y, state = rule(args, None, "mosaic")
+        return jnp.sum(y.astype(jnp.float32)) + jnp.sum(state)
+
+    with hw.assume():
+        grads = jax.eval_shape(jax.grad(loss, argnums=range(7)), *args)
+    for grad, arg in zip(grads, args, strict=True):
+        assert (grad.shape, grad.dtype) == (arg.shape, arg.dtype)
 
 
 def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
@@ -196,21 +255,63 @@ def test_kernels_lower_for_the_card(segments):
     assert ("pk_ssd_summary" in text) == (segments > 1)
 
 
+def test_layers_of_equal_sizes_share_their_kernels():
+    args = jax.eval_shape(lambda: arguments(time=4 * CHUNK, heads=4))
+    config = Config(segments=2)
+
+    def three_layers(x, *rest):
+        for _ in range(3):
+            x, _ = rule((x, *rest), None, "mosaic", config)
+        return jnp.sum(x.astype(jnp.float32))
+
+    text = lowered(jax.grad(three_layers, argnums=range(7)), *args)
+    assert len(re.findall("custom_call @mosaic_gpu", text)) == 6
+    for name in ("prepare", "summary", "fwd", "entry_gradients", "bwd", "grads"):
+        assert f"pk_ssd_{name}" in text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [x.name for x in specs.specs("model")])
 @pytest.mark.parametrize("segments", [1, 4])
-def test_forward_of_models_on_the_card(name, segments):
+def test_models_on_the_card(name, segments):
     (spec,) = (x for x in specs.specs("model") if x.name == name)
     args = spec.arguments(jax.random.key(0))
 
     def run(implementation, config=None):
         op = functools.partial(ssd, implementation=implementation, config=config)
-        return jit(specs.run(spec, op, backward=False))
+        return jit(specs.run(spec, op, backward=True))
 
     mosaic = run("mosaic", Config(segments=segments))
     got = mosaic(*args)
     in_f32 = [m.astype(jnp.float32) if m.dtype == spec.dtype else m for m in args]
-    assert_all_close(got, run("reference")(*in_f32), NAMES[:2])
+    want = run("reference")(*in_f32)
+    names = (*NAMES[:-1], "dbias", NAMES[-1])
+    for label, a, b in zip(names, got, want, strict=True):
+        assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
     for _ in range(100):
-        for a, b in zip(mosaic(*args), got, strict=True):
-            assert bool(jnp.array_equal(a, b))
+        for label, a, b in zip(names, mosaic(*args), got, strict=True):
+            assert bool(jnp.array_equal(a, b)), label
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, groups", [(8, 1), (12, 2), (128, 8)])
+def test_other_groups_and_the_planned_segments_on_the_card(heads, groups):
+    """More chunks than there are SMs, so that blocks take several in turn."""
+    args = arguments(3, 1000, heads, groups, "float16")
+    is_first = first(3, 1000, *((row, t) for row in range(3) for t in (0, 130, 192)))
+    got = gradients(args, is_first, cotangents(args), "mosaic")
+    assert_all_close(
+        got, gradients(exact(args), is_first, cotangents(args), "reference")
+    )
+
+
+@pytest.mark.gpu
+def test_documents_that_no_border_cuts_have_the_same_bits():
+    args = arguments(1, 1024, 8, 2)
+    is_first = first(1, 1024, *((0, t) for t in (0, 64, 256, 512, 700, 768)))
+    whole, split = (
+        gradients(args, is_first, cotangents(args), "mosaic", Config(segments=count))
+        for count in (1, 4)
+    )
+    for name, a, b in zip(NAMES, whole, split, strict=True):
+        assert bool(jnp.array_equal(a, b)), name

@@ -1,0 +1,176 @@
+"""Mosaic GPU kernel that carries the gradient of the state back through the chunks.
+
+Half of its blocks run `kernel_pass` backward: they write dX, and dS at the exit of each
+span of two chunks. The other half compute the states again and write S at each span's
+entry. They need nothing of each other, so together they fill a card that either of them
+would leave idle when rows and heads are few. `kernel_grads` has the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gated_delta_rule import tensor_core as tc
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
+from pallas_kernels.gated_delta_rule.kernel_fwd import launch
+from pallas_kernels.ssd.config_mosaic import (
+    HEAD_DIM,
+    HEADS,
+    SPAN,
+    STATE_SHAPE,
+    Shapes,
+)
+from pallas_kernels.ssd.kernel_pass import (
+    BACKWARD,
+    FORWARD,
+    PLAIN_COPIES,
+    STAGES,
+    Place,
+    barriers,
+    ring_scratch,
+    run_block,
+    store_output,
+)
+
+
+def _store_state(place, staging, out_ref, head, chunk, state):
+    """Sends the state of a span through `staging` to device memory."""
+    staging.at[head][...] = state
+    plgpu.commit_smem()
+    to = out_ref.at[place.item(head), lax.div(chunk, jnp.int32(SPAN))]
+    plgpu.copy_smem_to_gmem(staging.at[head], to)
+
+
+def _bwd_kernel(
+    sources,
+    skip_ref,
+    entries_ref,
+    d_exits_ref,
+    dx_ref,
+    d_states_ref,
+    d_entries_ref,
+    states_ref,
+    *,
+    ring,
+    plain,
+    staging,
+    shapes,
+):
+    block = lax.axis_index("item")
+
+    def in_span(chunk):
+        return lax.rem(chunk, jnp.int32(SPAN))
+
+    @pl.when(block < shapes.pairs)
+    def _():
+        place = Place(shapes, block)
+
+        def emit(head, chunk, at_exit, out):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            to = dx_ref.at[place.tokens(chunk), place.head(head)]
+            store_output(staging["out"].at[head], to, out, shapes.dtype)
+
+            @pl.when(in_span(chunk) == SPAN - 1)
+            def _():
+                _store_state(
+                    place, staging["states"], d_states_ref, head, chunk, at_exit
+                )
+
+        def end(head, state):
+            d_entries_ref.at[place.item(head)][...] = state
+
+        run_block(
+            shapes,
+            BACKWARD,
+            BACKWARD.sources(sources, output=True),
+            ring,
+            place,
+            initial=lambda head: tc.load_global(d_exits_ref.at[place.item(head)]),
+            emit=emit,
+            end=end,
+            skip_ref=skip_ref,
+        )
+
+    @pl.when(block >= shapes.pairs)
+    def _():
+        place = Place(shapes, block - shapes.pairs)
+
+        def emit(head, chunk, entry):
+            @pl.when(in_span(chunk) == 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                _store_state(place, staging["states"], states_ref, head, chunk, entry)
+
+        # The same memory; fewer copies arrive.
+        memory = {"x": ring["dy"], "b": ring["b"], "gates": ring["gates"]}
+        run_block(
+            shapes,
+            FORWARD,
+            FORWARD.sources(sources, output=False),
+            memory | plain,
+            place,
+            initial=lambda head: tc.load_global(entries_ref.at[place.item(head)]),
+            emit=emit,
+            end=lambda *_: None,
+        )
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=0)
+def chunk_bwd(
+    shapes: Shapes,
+    sources: dict[str, jax.Array],
+    skip: jax.Array,
+    entries: jax.Array,
+    d_exits: jax.Array,
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """Runs the chunks in order for the states, in reverse for their gradients.
+
+    Args:
+      shapes: sizes of the call.
+      sources: b, c [B T, G, N], x, dy [B T, H, V], and gates as `prepare` gives them.
+      skip: f32[H], d.
+      entries: f32[B H, V, N], states that enter the rows.
+      d_exits: f32[B H, V, N], gradients of those that leave them.
+
+    Returns:
+      What the other gradients need, [B H, T / 128, V, N] of x's dtype each: "states",
+      that at the entry of each span of two chunks, and "d_states", the gradient of that
+      at its exit; dx [B T, H, V]; and the gradient of the entries f32[B H, V, N].
+    """
+    names = ("b", "c", "x", "dy", "gates")
+    states = jax.ShapeDtypeStruct(
+        (shapes.items, shapes.spans, *STATE_SHAPE), shapes.dtype
+    )
+    operand = functools.partial(tc.operand, HEADS, dtype=shapes.dtype)
+    in_ring = BACKWARD.sources(sources, output=True)
+    dx, d_states, d_entries, states_out = launch(
+        functools.partial(_bwd_kernel, shapes=shapes),
+        "pk_ssd_bwd",
+        {name: sources[name] for name in names},
+        (skip, entries, d_exits),
+        blocks=2 * shapes.pairs,
+        out_type=(
+            jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),
+            states,
+            jax.ShapeDtypeStruct(entries.shape, jnp.float32),
+            states,
+        ),
+        scratch={
+            "ring": ring_scratch(shapes, in_ring, STAGES, output=True),
+            "plain": barriers(PLAIN_COPIES, STAGES, output=False),
+            "staging": {
+                "out": operand(CHUNK, HEAD_DIM),
+                "states": operand(*STATE_SHAPE),
+            },
+        },
+    )
+    between: dict[str, Any] = {"states": states_out, "d_states": d_states}
+    return between, dx, d_entries

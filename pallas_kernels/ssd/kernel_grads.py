@@ -1,0 +1,473 @@
+"""Mosaic GPU kernel for the gradients that need no order, a chunk of a group at a time.
+
+`kernel_bwd` wrote S at the entry and dS at the exit of each span of two chunks. With M
+and G as in `kernel_pass`, a chunk's own S and dS, and rows i and columns j of [C, C]:
+
+    dM = dY X^T        T = sum over the group's heads of dM o G diag(s)
+    dC = T B + sum over heads of diag(enter) dY S
+    dB = T^T C + sum over heads of diag(leave s) X dS
+    E = dM o G o C B^T
+    ds_j = sum_i E_ij + leave_j x_j . (dS b_j)            dd = trace dM
+    Z = strictLower(E diag(s))
+
+    dtotal = rowsum Z - colsum Z + rowsum(C o diag(enter) dY S)
+             - rowsum(B o diag(leave s) X dS)
+    dg_j = sum of dtotal_i over i >= j of j's document, and, if that document reaches
+           the chunk's exit, sum(B o diag(leave s) X dS) + across <dS, S>
+
+so T is multiplied once for all heads of a group, and dB and dC are summed over them in
+registers, in one fixed order. Z without its diagonal, whose row and column sums cancel,
+keeps dg precise under strong decay.
+
+**States inside a span.** The first chunk of a span has S at hand and takes dS back
+through the second one; the second has dS and takes S on through the first one. Either
+costs a product with a chunk "beside", and halves what crosses device memory for states.
+
+**Who works.** Blocks stay and work through chunk after chunk. Two warpgroups have half
+of the N columns each, of S, dS, B, C, dB and dC, and move the states. A third has what
+is summed over pairs of tokens, and makes ds, dg and dd from sums per token that the two
+leave in a table. The fourth copies ahead, also into the next chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_rule import tensor_core as tc
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
+from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
+from pallas_kernels.gated_delta_rule.kernel_grads import (
+    decay_gradient,
+    document_bounds,
+)
+from pallas_kernels.ssd.config_mosaic import SPAN, STATE_DIM, Shapes
+
+
+COLUMNS = STATE_DIM // 2  # of a warpgroup
+PAIRS, COPY = 2, 3  # warpgroups; those before have the columns
+REGISTERS = (160, 160, 168, 24)
+REDUCTION_BYTES = 8192
+KEYS = ("b", "c")
+VALUES = ("x", "dy")
+EDGES = ("states", "d_states")
+HERE, BESIDE = 0, 1  # places of gates
+# Rows of the table of sums per token, one for each warpgroup with columns, and two of
+# the third one's own.
+TOTAL, EXIT, STEP, TO_ROWS, TO_STEPS = 0, 2, 4, 6, 7
+SUMS = 8
+# For a head: its values and those beside, gates here and beside, halves of two states.
+HEAD_COPIES = len(VALUES) + 1 + 2 + 2 * len(EDGES)
+
+
+def _blocks(shapes: Shapes) -> int:
+    """Chunks of groups."""
+    return shapes.batch * shapes.chunks * shapes.groups
+
+
+class _Turn:
+    """Where the chunk of a group lies that a block takes in its turn `turn`."""
+
+    def __init__(self, shapes: Shapes, turn: jax.Array):
+        blocks = min(_blocks(shapes), hw.device().sms)
+        block = turn * blocks + lax.axis_index("block")
+        self.token_chunk, self.group = tc.split_index(block, shapes.groups)
+        self.row, self.chunk = tc.split_index(self.token_chunk, shapes.chunks)
+        self.span, self.is_second = tc.split_index(self.chunk, SPAN)
+        self.tokens = pl.ds(self.token_chunk * CHUNK, CHUNK)
+        self.inside = pl.ds(self.chunk * CHUNK, CHUNK)
+        self.shapes = shapes
+
+    def beside(self, chunk: jax.Array) -> jax.Array:
+        """The other chunk of the span that `chunk` is in."""
+        return chunk + 1 - 2 * self.is_second
+
+    def tokens_beside(self) -> Any:
+        return pl.ds(self.beside(self.token_chunk) * CHUNK, CHUNK)
+
+    def head(self, member: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The head, and its index over the rows."""
+        head = self.group * self.shapes.group + member
+        return head, self.row * self.shapes.heads + head
+
+
+def _half(index: Any) -> Any:
+    return pl.ds(index * COLUMNS, COLUMNS)
+
+
+def _parity(x: jax.Array) -> jax.Array:
+    return lax.rem(x, jnp.int32(2))
+
+
+def _fetch_beside(place: _Turn, sources: Any, names: Any, to: Any) -> None:
+    """Calls `to` with the tokens' array: the first of `names` from the chunk before for
+    the second chunk of a span, the second from the chunk after for the first one."""
+    before, after = (sources[name] for name in names)
+    pl.when(place.is_second == 1)(lambda: to(before))
+    pl.when(place.is_second == 0)(lambda: to(after))
+
+
+def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
+    """Copies ahead of the others, as far as there is room."""
+
+    def fetch_keys(place, turn):
+        slot = _parity(turn)
+
+        @pl.when(turn >= 2)
+        def _():
+            plgpu.barrier_wait(smem["keys_free"].at[slot])
+
+        for name, half in itertools.product(KEYS, range(2)):
+            plgpu.copy_gmem_to_smem(
+                sources[name].at[place.tokens, place.group, _half(half)],
+                smem[name].at[slot, half],
+                smem["keys_full"].at[slot],
+            )
+
+    def fetch_keys_beside(place, turn):
+        @pl.when(turn >= 1)
+        def _():
+            plgpu.barrier_wait(smem["beside_free"])
+
+        def copy(source):
+            for half in range(2):
+                plgpu.copy_gmem_to_smem(
+                    source.at[place.tokens_beside(), place.group, _half(half)],
+                    smem["keys_beside"].at[half],
+                    smem["beside_full"],
+                )
+
+        _fetch_beside(place, sources, KEYS, copy)
+
+    def head_step(place, turn, member, carry):
+        head, item = place.head(member)
+        count = turn * shapes.group + member
+        slot = _parity(count)
+        full = smem["full"].at[slot]
+
+        @pl.when(count >= 2)
+        def _():
+            plgpu.barrier_wait(smem["free"].at[slot])
+
+        gates = smem["gates"].at[slot]
+        for at, chunk in ((HERE, place.chunk), (BESIDE, place.beside(place.chunk))):
+            plgpu.copy_gmem_to_smem(
+                sources["gates"].at[item, chunk], gates.at[at], full
+            )
+        for (i, name), half in itertools.product(enumerate(EDGES), range(2)):
+            plgpu.copy_gmem_to_smem(
+                sources[name].at[item, place.span, :, _half(half)],
+                smem["edges"].at[slot, i, half],
+                full,
+            )
+        _fetch_beside(
+            place,
+            sources,
+            VALUES,
+            lambda source: plgpu.copy_gmem_to_smem(
+                source.at[place.tokens_beside(), head],
+                smem["values_beside"].at[slot],
+                full,
+            ),
+        )
+        for name in VALUES:
+            plgpu.copy_gmem_to_smem(
+                sources[name].at[place.tokens, head], smem[name].at[slot], full
+            )
+
+        # Behind the first head, which need not wait for the end of the turn before.
+        @pl.when(member == 0)
+        def _():
+            fetch_keys_beside(place, turn)
+
+        return carry
+
+    def turn_step(turn, carry):
+        place = _Turn(shapes, turn)
+        fetch_keys(place, turn)
+        step = functools.partial(head_step, place, turn)
+        return lax.fori_loop(0, shapes.group, step, carry)
+
+    lax.fori_loop(0, turns, turn_step, None)
+    # Every arrival must be waited for before the block ends; heads are even in number.
+    for slot in range(2):
+        plgpu.barrier_wait(smem["free"].at[slot])
+    plgpu.barrier_wait(smem["beside_free"])
+
+    @pl.when(turns >= 2)
+    def _():
+        plgpu.barrier_wait(smem["keys_free"].at[_parity(turns)])
+
+    plgpu.barrier_wait(smem["keys_free"].at[_parity(turns + 1)])
+
+
+def _move_state(place: _Turn, slot: Any, columns: Any, dtype: Any) -> None:
+    """Takes S on through the chunk before, or dS back through the one after.
+
+    Args:
+      place: of the chunk.
+      slot: "edges", "gates", "values_beside" of the head and "keys_beside".
+      columns: which half of the N columns.
+      dtype: of the operands.
+    """
+    gates = slot["gates"].at[BESIDE]
+    enter, leave, step = (
+        tc.load(gates.at[x], tc.PER_COLUMN) for x in (Gate.ENTER, Gate.LEAVE, Gate.BETA)
+    )
+    factor = jnp.where(place.is_second == 1, leave * step, enter)
+    weighed = tc.load(slot["values_beside"].T).astype(jnp.float32)
+    weighed = (weighed * tc.per_column(factor, SQUARE)).astype(dtype)
+    edge = slot["edges"].at[1 - place.is_second, columns]
+    kept = tc.load(edge).astype(jnp.float32) * gates[Gate.ENTER, CHUNK - 1]
+    moved = tc.mma((weighed, slot["keys_beside"].at[columns]), init=kept)
+    edge[...] = moved.astype(dtype)
+    plgpu.commit_smem()
+
+
+def _head_columns(
+    slot: Any, table: Any, columns: Any, sums: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Adds a head's terms that read S and dS, in half of the N columns.
+
+    Args:
+      slot: x, dy, edges and gates of the head; b and c.
+      table: f32[SUMS, C] in shared memory, for sums per token.
+      columns: which half of the N columns.
+      sums: db, dc f32[C, N / 2].
+
+    Returns:
+      `sums` with this head's terms.
+    """
+    db, dc = sums
+    gates = slot["gates"].at[HERE]
+    state, d_state = (slot["edges"].at[i, columns] for i in range(2))
+
+    enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
+    entering = tc.mma((slot["dy"], state)) * tc.per_row(enter, SQUARE)
+    read_along = tc.load(slot["c"].at[columns]).astype(jnp.float32)
+    total = jnp.sum(entering * read_along, axis=1)
+    dc = dc + entering
+
+    leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
+    step = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
+    leaving = tc.mma((slot["x"], d_state)) * tc.per_row(leave, SQUARE)
+    written_along = tc.load(slot["b"].at[columns]).astype(jnp.float32)
+    by_step = jnp.sum(leaving * written_along, axis=1)
+    db = db + leaving * tc.per_row(step, SQUARE)
+    at_exit = by_step * step
+
+    kept = tc.load(state).astype(jnp.float32) * tc.load(d_state).astype(jnp.float32)
+    kept = jnp.sum(kept, axis=1) * gates[Gate.ENTER, CHUNK - 1]
+    table.at[TOTAL + columns][...] = total - at_exit
+    table.at[EXIT + columns][...] = at_exit + kept
+    table.at[STEP + columns][...] = by_step
+    return db, dc
+
+
+def _columns(
+    shapes: Shapes, turns: jax.Array, columns: jax.Array, outputs: Any, smem: Any
+) -> None:
+    """Warpgroup with half of the columns of dB and dC."""
+    zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
+
+    def head_step(place, turn, member, sums):
+        at = _parity(turn * shapes.group + member)
+        plgpu.barrier_wait(smem["full"].at[at])
+        slot = {name: smem[name].at[at] for name in (*VALUES, "values_beside")}
+        slot |= {name: smem[name].at[at] for name in ("gates", "edges")}
+        slot |= {name: smem[name].at[_parity(turn)] for name in KEYS}
+        slot["keys_beside"] = smem["keys_beside"]
+
+        @pl.when(member == 0)
+        def _():
+            plgpu.barrier_wait(smem["beside_full"])
+
+        _move_state(place, slot, columns, shapes.dtype)
+        sums = _head_columns(slot, smem["sums"].at[at], columns, sums)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["summed"].at[at])
+        plgpu.barrier_arrive(smem["free"].at[at])
+        return sums
+
+    def turn_step(turn, carry):
+        place, slot = _Turn(shapes, turn), _parity(turn)
+        plgpu.barrier_wait(smem["keys_full"].at[slot])
+        step = functools.partial(head_step, place, turn)
+        db, dc = lax.fori_loop(0, shapes.group, step, (zeros, zeros))
+        plgpu.barrier_arrive(smem["beside_free"])
+        b, c = (smem[name].at[slot, columns] for name in KEYS)
+        plgpu.barrier_wait(smem["pairs_full"])
+        dc, db = tc.mma_onto((dc, (smem["pairs"], b)), (db, (smem["pairs"].T, c)))
+        plgpu.barrier_arrive(smem["pairs_free"])
+        # Nobody reads these columns any more.
+        for name, place_of, value in (("db", b, db), ("dc", c, dc)):
+            place_of[...] = value.astype(shapes.dtype)
+            plgpu.commit_smem()
+            to = outputs[name].at[place.tokens, place.group, _half(columns)]
+            plgpu.copy_smem_to_gmem(place_of, to)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem["keys_free"].at[slot])
+        return carry
+
+    lax.fori_loop(0, turns, turn_step, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
+    """Warpgroup for what is summed over pairs of tokens, and for ds, dg and dd."""
+    zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
+    index = tc.square_indices(CHUNK)
+    row, column = index
+
+    def head_step(place, turn, member, pairs):
+        at = _parity(turn * shapes.group + member)
+        plgpu.barrier_wait(smem["full"].at[at])
+        gates, table = smem["gates"].at[at, HERE], smem["sums"].at[at]
+        _, item = place.head(member)
+
+        def write(name, value):
+            outputs[name].at[item, place.inside][...] = value
+
+        d_scores = tc.mma((smem["dy"].at[at], smem["x"].at[at].T))
+        write("dd", jnp.sum(jnp.where(row == column, d_scores, 0.0), axis=1))
+        d_scores = d_scores * decay_matrix(gates, index)
+        step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+        pairs = pairs + d_scores * step
+        b, c = (smem[name].at[_parity(turn)] for name in KEYS)
+        d_scores = d_scores * tc.mma(*((c.at[i], b.at[i].T) for i in range(2)))
+        table.at[TO_STEPS][...] = jnp.sum(d_scores, axis=0)
+        step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+        d_scores = jnp.where(column < row, d_scores * step, 0.0)
+        to_columns = jnp.sum(d_scores, axis=0)
+        table.at[TO_ROWS][...] = jnp.sum(d_scores, axis=1)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(smem["summed"].at[at])
+
+        def load(first: int, layout: Any) -> jax.Array:
+            return sum(tc.load(table.at[first + i], layout) for i in range(2))
+
+        write("dstep", load(STEP, tc.PER_ROW) + tc.load(table.at[TO_STEPS], tc.PER_ROW))
+        d_total = load(TOTAL, tc.PER_COLUMN) - to_columns
+        d_total = d_total + tc.load(table.at[TO_ROWS], tc.PER_COLUMN)
+        at_exit = load(EXIT, tc.PER_COLUMN)
+        bounds = document_bounds(gates)
+        write("dg", decay_gradient(index, bounds, d_total, at_exit))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["free"].at[at])
+        return pairs
+
+    def turn_step(turn, carry):
+        place = _Turn(shapes, turn)
+        plgpu.barrier_wait(smem["keys_full"].at[_parity(turn)])
+        step = functools.partial(head_step, place, turn)
+        pairs = lax.fori_loop(0, shapes.group, step, zeros)
+
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(smem["pairs_free"])
+
+        smem["pairs"][...] = pairs.astype(shapes.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["pairs_full"])
+        return carry
+
+    lax.fori_loop(0, turns, turn_step, None)
+    plgpu.barrier_wait(smem["pairs_free"])
+
+
+def _grads_kernel(sources: Any, outputs: Any, smem: Any, *, shapes: Shapes) -> None:
+    blocks = min(_blocks(shapes), hw.device().sms)
+    last = jnp.int32(_blocks(shapes) - 1) - lax.axis_index("block")
+    turns = lax.div(last, jnp.int32(blocks)) + 1
+    warpgroup = lax.axis_index("warpgroup")
+
+    def start(condition, registers, run, *args):
+        launched = hw.launch_registers(len(REGISTERS))
+
+        @pl.when(condition)
+        def _():
+            action = "increase" if registers > launched else "decrease"
+            plgpu.set_max_registers(registers, action=action)
+            run(shapes, turns, *args, smem)
+
+    start(warpgroup < PAIRS, REGISTERS[0], _columns, warpgroup, outputs)
+    start(warpgroup == PAIRS, REGISTERS[PAIRS], _pairs, outputs)
+    start(warpgroup == COPY, REGISTERS[COPY], _copy, sources)
+
+
+def _scratch(shapes: Shapes) -> dict[str, Any]:
+    def tiles(*shape: int) -> Any:
+        return tc.operand(*shape, *SQUARE, dtype=shapes.dtype)
+
+    return {
+        **dict.fromkeys(KEYS, tiles(2, 2)),
+        "keys_beside": tiles(2),
+        **dict.fromkeys((*VALUES, "values_beside"), tiles(2)),
+        "edges": tiles(2, len(EDGES), 2),
+        "pairs": tiles(),
+        "gates": plgpu.SMEM((2, 2, len(Gate), CHUNK), jnp.float32),
+        "sums": plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
+        "keys_full": plgpu.Barrier(num_arrivals=2 * len(KEYS), num_barriers=2),
+        "keys_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "beside_full": plgpu.Barrier(num_arrivals=2),
+        "beside_free": plgpu.Barrier(num_arrivals=2),
+        "full": plgpu.Barrier(num_arrivals=HEAD_COPIES, num_barriers=2),
+        "free": plgpu.Barrier(num_arrivals=3, num_barriers=2),
+        "summed": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "pairs_full": plgpu.Barrier(num_arrivals=1),
+        "pairs_free": plgpu.Barrier(num_arrivals=2),
+    }
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=0)
+def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gradients of b, c, step sizes, log decays and the skip.
+
+    Args:
+      shapes: sizes of the call.
+      sources: b, c [B T, G, N]; x, dy [B T, H, V]; states, d_states
+        [B H, T / 128, V, N]; gates f32[B H, T / C, len(Gate), C].
+
+    Returns:
+      db, dc like b; dstep, dg (of natural logarithms) and dd, what each token adds to
+      the skip's gradient, f32[B H, T].
+    """
+    names = (*KEYS, *VALUES, *EDGES, "gates")
+    keys = jax.ShapeDtypeStruct(sources["b"].shape, shapes.dtype)
+    per_token = jax.ShapeDtypeStruct((shapes.items, shapes.time), jnp.float32)
+    out_type = dict.fromkeys(("db", "dc"), keys)
+    out_type |= dict.fromkeys(("dstep", "dg", "dd"), per_token)
+    scratch = _scratch(shapes)
+    hw.check_registers(REGISTERS)
+    hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, "pk_ssd_grads")
+
+    def body(*refs, **smem):
+        inputs, outputs = refs[: len(names)], refs[len(names) :]
+        _grads_kernel(
+            dict(zip(names, inputs, strict=True)),
+            dict(zip(out_type, outputs, strict=True)),
+            smem,
+            shapes=shapes,
+        )
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(out_type.values()),
+        grid=(min(_blocks(shapes), hw.device().sms),),
+        grid_names=("block",),
+        num_threads=len(REGISTERS),
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name="pk_ssd_grads",
+        compiler_params=tc.params(REDUCTION_BYTES),
+    )(*(sources[name] for name in names))
+    return dict(zip(out_type, results, strict=True))
