@@ -53,6 +53,9 @@ def every(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses anew at every n-th step, and keeps to the last choice in between.
 
+    On a GPU, the conditional makes the host wait for the device once a call: n > 1
+    pays where choosing takes longer than that.
+
     Args:
       refresh_every: n.
       step: i32[], steps before this one.

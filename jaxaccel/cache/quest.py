@@ -126,12 +126,14 @@ class QuestCacheConfig(CachePolicy):
     def select(
         self, state: LayerState, tokens: Tokens, spec: AttentionSpec
     ) -> tuple[Selection, LayerState]:
-        """As `CachePolicy.select`, of pages that the window does not cover whole."""
+        """As `CachePolicy.select`, of pages that the window does not cover for good."""
 
         def choose():
             low, high = state["low"], state["high"]
             first = jnp.arange(low.shape[2], dtype=jnp.int32) * self.page
-            outside = state["length"] - self.local_window
+            # What the window covers now, but not at the last step before the next
+            # choice, may be chosen, too: else it would be seen by no step.
+            outside = state["length"] - self.local_window + self.refresh_every - 1
             may = (first[None, :] < outside[:, None])[:, None, :]  # [B, 1, P]
             bounds = upper_bounds(tokens.q, low, high, may, spec)
             return best(jnp.where(may, bounds, -jnp.inf), state.size("ids")[2])

@@ -161,44 +161,48 @@ def shadowkv_keep(
     return keep
 
 
-def quest_keep(
-    q: np.ndarray,
-    k: np.ndarray,
-    *,
-    page: int,
-    chosen: int,
-    local_window: int,
-    scale: float,
-) -> np.ndarray:
-    """What a query of Quest reads.
+def quest_pages(
+    q: np.ndarray, k: np.ndarray, outside: int, *, page: int, chosen: int, scale: float
+) -> list[np.ndarray]:
+    """The pages that a query of Quest chooses.
 
     Args:
       q: [H, K].
       k: [N, G, K], after the rotation.
+      outside: tokens of which pages are made, a last one perhaps of fewer.
       page: tokens per page.
       chosen: pages that are chosen.
-      local_window: newest tokens, which are read anyway.
       scale: factor on the scores.
 
     Returns:
-      bool[G, N].
+      The numbers of the pages of each kv head.
     """
-    length, groups = k.shape[:2]
+    groups = k.shape[1]
     repeats = q.shape[0] // groups
-    outside = max(length - local_window, 0)
-    starts = range(0, outside, page)
-    keep = np.zeros((groups, length), bool)
-    keep[:, outside:] = True
+    pages = []
     for g in range(groups):
-        bounds = np.zeros(len(starts))
-        for i, start in enumerate(starts):
+        bounds = []
+        for start in range(0, outside, page):
             keys = k[start : start + page, g].astype(np.float64)
-            bounds[i] = max(
-                scale * np.maximum(head * keys.min(0), head * keys.max(0)).sum()
-                for head in q[g * repeats : (g + 1) * repeats]
+            bounds.append(
+                max(
+                    scale * np.maximum(head * keys.min(0), head * keys.max(0)).sum()
+                    for head in q[g * repeats : (g + 1) * repeats]
+                )
             )
-        for i in np.argsort(-bounds, kind="stable")[:chosen]:
-            keep[g, starts[i] : starts[i] + page] = True
+        pages.append(np.argsort(-np.asarray(bounds), kind="stable")[:chosen])
+    return pages
+
+
+def quest_keep(
+    pages: list[np.ndarray], length: int, *, page: int, local_window: int
+) -> np.ndarray:
+    """What a query of Quest reads, bool[G, N]: its pages, and the newest tokens."""
+    keep = np.zeros((len(pages), length), bool)
+    for g, own in enumerate(pages):
+        for i in own:
+            keep[g, i * page : (i + 1) * page] = True
+    keep[:, max(length - local_window, 0) :] = True
     return keep
 
 

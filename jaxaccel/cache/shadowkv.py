@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxaccel.cache import low_rank, slot_map
 from jaxaccel.cache.attend import decode_attention, scores_of
-from jaxaccel.cache.choose import best, check_schedule, every, group_log_weights
+from jaxaccel.cache.choose import best, every, group_log_weights
 from jaxaccel.cache.host_values import Tier, choose_tier, gather_rows
 from jaxaccel.cache.layer_state import (
     AttentionSpec,
@@ -50,7 +50,9 @@ class ShadowKVState(LayerState):
       ring_k, ring_v: [B, G, R, K], the newest tokens; token p is in slot p mod R.
       ring_a: [B, R, r], their keys in the basis.
       ring_residual: f32[B, R], the share of them that the basis misses.
-      start: i32[B], tokens that have left the ring.
+      start: i32[B], tokens that are in chunks.
+      seen_start, seen_outliers: i32[B], `start` and `out_count` at the last choice;
+        what became a chunk after it is read from the ring, which has it still.
       length: i32[B], tokens read.
       next_chunk: i32[], the number of the next chunk of generated tokens.
       step: i32[], decoding steps.
@@ -78,6 +80,8 @@ class ShadowKVState(LayerState):
     ring_a: jax.Array
     ring_residual: jax.Array
     start: jax.Array
+    seen_start: jax.Array
+    seen_outliers: jax.Array
     length: jax.Array
     next_chunk: jax.Array
     step: jax.Array
@@ -188,7 +192,6 @@ class ShadowKVCacheConfig(CachePolicy):
                 f"{name}: slots={self.slots} must hold the {self.budget // self.chunk} "
                 "chunks of the budget"
             )
-        check_schedule(name, self.local_window, self.refresh_every, self.chunk)
 
     def check(self, spec: AttentionSpec, max_length: int) -> None:
         """As `CachePolicy.check`."""
@@ -223,7 +226,7 @@ class ShadowKVCacheConfig(CachePolicy):
             chosen=chosen,
             slots=slots and max(min(slots, chunks), chosen),
             outliers=min(self.num_outliers + self.generated_outliers, chunks),
-            ring=self.local_window + 2 * self.chunk,
+            ring=self.local_window + 2 * self.chunk + self.refresh_every - 1,
             rank=self.rank or max(width * 5 // 32, 1),
         )
 
@@ -265,7 +268,10 @@ class ShadowKVCacheConfig(CachePolicy):
             "ring_v": ((heads, n.ring, width), dtype),
             "ring_a": ((n.ring, n.rank), dtype),
             "ring_residual": ((n.ring,), jnp.float32),
-            "start": ((), jnp.int32),
+            **{
+                name: ((), jnp.int32)
+                for name in ("start", "seen_start", "seen_outliers")
+            },
             "length": ((), jnp.int32),
             "ids": ((heads, n.chosen), jnp.int32),
             "is_chosen": ((heads, n.chosen), jnp.bool_),
@@ -408,7 +414,8 @@ class ShadowKVCacheConfig(CachePolicy):
 
         All rows do so at the same steps, so that their chunks have one number and one
         write takes them to the host. Whatever comes of it, the place of the next chunk
-        is written; only rows that gave up a chunk have one there.
+        is written at every step, because a GPU's conditional waits for the host; only
+        rows that gave up a chunk have one there.
         """
         c, step, number = self.chunk, state["step"], state["next_chunk"]
         start, out_count = state["start"], state["out_count"]
@@ -461,6 +468,7 @@ class ShadowKVCacheConfig(CachePolicy):
         ids, valid = every(self.refresh_every, state["step"] - 1, choose, last)
         if self.refresh_every > 1:
             state = state.replace(ids=ids, is_chosen=valid)
+        state = self._see(state)
         if state.size("v_slot")[2] == 0:
             return Selection(ids=ids, valid=valid), state
         # Rows that read padding ask for nothing: their slots stay.
@@ -482,6 +490,14 @@ class ShadowKVCacheConfig(CachePolicy):
             misses=state["misses"] + misses,
         )
         return Selection(ids=ids, valid=valid, slots=plan.slots), state
+
+    def _see(self, state: LayerState) -> LayerState:
+        """Notes what the last choice was made of."""
+        is_due = jnp.mod(state["step"] - 1, self.refresh_every) == 0
+        return state.replace(
+            seen_start=jnp.where(is_due, state["start"], state["seen_start"]),
+            seen_outliers=jnp.where(is_due, state["out_count"], state["seen_outliers"]),
+        )
 
     def counters(self, state: LayerState) -> dict[str, jax.Array]:
         """As `CachePolicy.counters`.
@@ -528,9 +544,9 @@ class ShadowKVCacheConfig(CachePolicy):
         out_k, out_v = state["out_k"], state["out_v"]
         ring_k, ring_v = state["ring_k"], state["ring_v"]
         place = jnp.arange(out_k.shape[2], dtype=jnp.int32)
-        is_outlier = place[None, :] < state["out_count"][:, None]  # [B, O]
+        is_outlier = place[None, :] < state["seen_outliers"][:, None]  # [B, O]
         in_ring = ring_positions(state["length"], ring_k.shape[2])
-        in_ring = (in_ring >= 0) & (in_ring >= state["start"][:, None])
+        in_ring = (in_ring >= 0) & (in_ring >= state["seen_start"][:, None])
 
         def per_head(x):
             return jnp.broadcast_to(x[:, None, :], (batch, heads, x.shape[-1]))

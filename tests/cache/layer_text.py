@@ -45,6 +45,11 @@ class Text:
         is_real = np.ones(where.shape, bool) if is_real is None else is_real
         return take(self.q, self.k, self.v, self.sinks, where, is_real)
 
+    def astype(self, dtype) -> "Text":
+        """The same text in another dtype, the learned sinks apart."""
+        q, k, v = (jnp.asarray(x, dtype) for x in (self.q, self.k, self.v))
+        return Text(q, k, v, self.sinks)
+
     def row(self, b: int, length: int, spec: AttentionSpec = SPEC):
         """A row's first tokens: q [N, H, K] and k [N, G, K] rotated, and v."""
         q, k = self.q[b, :length], self.k[b, :length]
@@ -120,7 +125,7 @@ def _prefill(policy, spec, room, text, count, width_mask, poison=False):
     batch, width = width_mask.shape
     where = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     tokens = take(*text, where, where < count[:, None], spec)
-    state = policy.init(spec, batch, room, jnp.float32)
+    state = policy.init(spec, batch, room, text[0].dtype)
     state = _poisoned(state) if poison else state
     o = policy.attend_prompt(tokens, spec)
     return o, policy.prefill(state, tokens.left_aligned(), spec)

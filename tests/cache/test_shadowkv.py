@@ -157,7 +157,9 @@ def test_the_whole_budget_at_full_rank_is_dense():
     policy = dataclasses.replace(
         POLICY, budget=72, rank=16, slots=None, num_outliers=3, prefill_budget=None
     )
-    for changes in ({}, {"slots": 18}, {"num_outliers": 0, "num_sinks": 0}):
+    fewest = {"num_outliers": 0, "num_sinks": 0, "refresh_every": 3}
+    many = {"slots": 18, "generated_outliers": 2, "refresh_every": 7}
+    for changes in ({}, many, fewest):
         _, o, state = lt.run(
             dataclasses.replace(policy, **changes), text, [40, 9, 24], COUNT
         )
@@ -166,6 +168,20 @@ def test_the_whole_budget_at_full_rank_is_dense():
         np.testing.assert_allclose(o, dense, atol=1e-5)
         np.testing.assert_allclose(state.energy, 1.0, atol=1e-6)
         np.testing.assert_array_equal(state.rank_used, 16)
+
+
+def test_bfloat16_is_as_near_to_dense_as_its_rounding():
+    text = lt.draw(length=72).astype(jnp.bfloat16)
+    policy = dataclasses.replace(POLICY, budget=72, rank=16, slots=18)
+    _, o, state = lt.run(policy, text, [40, 9, 24], COUNT)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, [40, 9, 24], COUNT)
+    assert state.a.dtype == state.basis.dtype == state.values.dtype == jnp.bfloat16
+    assert state.ring_residual.dtype == jnp.float32
+    largest = np.abs(np.asarray(text.v, np.float32)).max()
+    assert np.abs(o - dense).max() < 2.0**-7 * largest
+    # Noise of rounding makes no directions: 16 there are, and none is missed.
+    np.testing.assert_array_equal(state.rank_used, 16)
+    assert (np.asarray(state.residual) < 0.02).all()
 
 
 @pytest.mark.parametrize("length", [0, 7, 8])
@@ -199,8 +215,8 @@ def test_a_schedule_keeps_to_its_choice_and_sees_new_tokens(text):
     _, o, _ = lt.run(every, text, LENGTHS, COUNT)
     _, plain, _ = lt.run(POLICY, text, LENGTHS, COUNT)
     # At steps 0, 3, 6, ... the choice is fresh, and is what it would have been.
-    np.testing.assert_array_equal(o[::3], plain[::3])
-    assert (o[1::3] != plain[1::3]).any()
+    np.testing.assert_allclose(o[::3], plain[::3], atol=2e-6)
+    assert np.abs(o[1::3] - plain[1::3]).max() > 1e-2
     # The newest token is read at once: its value alone decides a one-sided change.
     moved = dataclasses.replace(text, v=text.v.copy())
     moved.v[:, 41] += 1.0
@@ -351,7 +367,7 @@ def test_what_does_not_fit_is_refused(monkeypatch, caplog):
         ({"budget": 10}, r"budget=10 must be a multiple of chunk=4"),
         ({"slots": 1}, r"slots=1 must hold the 2 chunks"),
         ({"num_sinks": 3}, r"num_sinks=3 are outliers"),
-        ({"refresh_every": 5}, r"local_window=8 must be at least refresh_every \+ 4"),
+        ({"refresh_every": 0}, "refresh_every=0 must be positive"),
         ({"values": "disk"}, "values='disk' is unknown"),
     ):
         with pytest.raises(ValueError, match=message):

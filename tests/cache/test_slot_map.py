@@ -98,6 +98,11 @@ def test_the_best_are_taken_exactly_and_the_first_of_equal_ones():
     ids, valid = best(scores, 2)
     np.testing.assert_array_equal(ids[0, 0], [1, 2])
     assert valid.all()
+    # By their numbers and not by their scores, so that a sum over them has one order.
+    np.testing.assert_array_equal(best(scores, 4)[0][0, 0], [1, 2, 4, 5])
+    np.testing.assert_array_equal(best(-scores[..., :3], 1)[0][0, 0], [0])
+    rising = jnp.asarray([[[1.0, 2.0, 5.0]]])
+    np.testing.assert_array_equal(best(rising, 2)[0][0, 0], [1, 2])
     ids, valid = best(jnp.where(scores > 2.5, scores, -jnp.inf), 4)
     np.testing.assert_array_equal(ids[0, 0], [1, 2, 4, 0])
     np.testing.assert_array_equal(valid[0, 0], [True, True, True, False])
