@@ -152,6 +152,7 @@ def mix(
             weights = weights * tc.per_column(beta, SQUARE)
         ring["weights"][slot] = weights.astype(shapes.dtype)
         if weigh_queries:
+            plgpu.commit_smem()  # all warps have multiplied with them
             enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW) * scale
             for start in range(0, shapes.key_dim, CHUNK):
                 part = ring["q"].at[slot, :, pl.ds(start, CHUNK)]
@@ -454,6 +455,7 @@ def chunk_fwd(
             "ring": ring_scratch(shapes, tuple(sources), config.stages),
             "staging": tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
         },
+        auto_barriers=False,
     )
 
 
@@ -466,6 +468,7 @@ def launch(
     blocks: int,
     out_type: tuple[jax.ShapeDtypeStruct, ...],
     scratch: dict[str, Any],
+    auto_barriers: bool = True,
 ) -> Any:
     """Runs a kernel with one block per item and four warpgroups.
 
@@ -477,6 +480,9 @@ def launch(
       blocks: how many items there are.
       out_type: its outputs.
       scratch: shared memory and barriers.
+      auto_barriers: as for `tensor_core.params`. The passes of this op need none: they
+        write to shared memory what only products and copies read, after
+        `commit_smem`, and again after a barrier that stands for those.
 
     Returns:
       The outputs.
@@ -498,5 +504,5 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=tc.params(),
+        compiler_params=tc.params(auto_barriers=auto_barriers),
     )(*sources.values(), *states)

@@ -314,7 +314,8 @@ def _columns(
         dq, dk = lax.fori_loop(0, shapes.group, step, (zeros, zeros))
         q, k = (smem[name].at[slot, columns] for name in KEYS)
         plgpu.barrier_wait(smem["pairs_done"])
-        # Nobody reads these columns any more.
+        # Nobody else reads these columns any more, nor does any warp of this one.
+        plgpu.commit_smem()
         for name, ref, value in (("dq", q, dq), ("dk", k, dk)):
             ref[...] = value.astype(shapes.dtype)
             plgpu.commit_smem()
@@ -508,6 +509,8 @@ def chunk_grads_ring(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_grads_ring",
-        compiler_params=tc.params(REDUCTION_BYTES),
+        # Warps read what others wrote only after `commit_smem`; V and the table are
+        # read and written by the same threads.
+        compiler_params=tc.params(REDUCTION_BYTES, auto_barriers=False),
     )(*sources.values())
     return dict(zip(out_type, results, strict=True))

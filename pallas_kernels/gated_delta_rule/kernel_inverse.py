@@ -313,5 +313,6 @@ def prepare(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_prepare",
-        compiler_params=tc.params(),
+        # Each place in shared memory is written once, but for the two that take turns.
+        compiler_params=tc.params(auto_barriers=False),
     )(k, g, beta, start)

@@ -136,6 +136,7 @@ def _maps(
             jax.ShapeDtypeStruct((parts * units, value_dim, key_dim), jnp.float32),
         ),
         scratch={"ring": ring_scratch(shapes, tuple(sources)), "through_full": full},
+        auto_barriers=False,
     )
     out = out.reshape(parts, units, value_dim, key_dim)
     return out[:written], out[written:]
@@ -233,5 +234,6 @@ def entry_gradients(
         blocks=blocks,
         out_type=(jax.ShapeDtypeStruct((blocks, value_dim, key_dim), jnp.float32),),
         scratch={"ring": ring_scratch(shapes, tuple(sources))},
+        auto_barriers=False,
     )
     return out.reshape(shapes.segments - first, units, value_dim, key_dim)
