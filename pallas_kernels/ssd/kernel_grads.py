@@ -352,7 +352,9 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         plgpu.barrier_wait(smem["summed"].at[at])
 
         def load(first: int, layout: Any) -> jax.Array:
-            return sum(tc.load(table.at[first + i], layout) for i in range(2))
+            return tc.load(table.at[first], layout) + tc.load(
+                table.at[first + 1], layout
+            )
 
         write("dstep", load(STEP, tc.PER_ROW) + tc.load(table.at[TO_STEPS], tc.PER_ROW))
         d_total = load(TOTAL, tc.PER_COLUMN) - to_columns

@@ -187,7 +187,8 @@ def _mix(
       skips: d of each head, scalars.
       stages: slots of the ring.
     """
-    index = tc.square_indices(CHUNK)
+    row, column = tc.square_indices(CHUNK)
+    index = row, column
 
     def step(i, carry):
         slot = lax.rem(i, jnp.int32(stages))
@@ -199,7 +200,7 @@ def _mix(
             step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
             scores = products * decay_matrix(gates, index) * step
             skip = jnp.where(h == 0, *skips)
-            scores = scores + jnp.where(index[0] == index[1], skip, 0.0)
+            scores = scores + jnp.where(row == column, skip, 0.0)
             ring["scores"].at[slot, h][...] = scores.astype(shapes.dtype)
             return products
 
