@@ -17,7 +17,9 @@ pytestmark = pytest.mark.gpu
 POLICY = ShadowKVCacheConfig(
     budget=64, chunk=8, rank=10, num_outliers=4, local_window=32, slots=12
 )
-ROWS, PROMPT, COUNT = 4, 256, 48
+# Chunks that a step has written are fetched at later ones: every row of them is told
+# apart from every other by its values.
+ROWS, PROMPT, COUNT = 4, 256, 500
 TEXT = lt.draw(rows=ROWS, length=PROMPT + COUNT)
 
 

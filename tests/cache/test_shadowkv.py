@@ -323,6 +323,20 @@ def test_a_step_moves_rows_of_the_host_buffer_and_never_the_whole():
         assert f"tensor<{one}x" not in line
 
 
+def test_beyond_its_capacity_it_forgets_and_breaks_nothing():
+    """A text longer than the cache: the last place for chunks is no chunk's."""
+    text = lt.draw(length=72, rank=6)
+    _, o, state = lt.run(POLICY, text, [30, 2, 17], 42, room=48, width=30)
+    assert np.isfinite(o).all()
+    chunks = state.first.shape[1]
+    assert chunks == 13
+    assert int(state.next_chunk) == chunks - 1
+    assert np.asarray(state.excluded)[:, :, -1].all()
+    # What fits is read as by a cache with room.
+    _, roomy, _ = lt.run(POLICY, text, [30, 2, 17], 42, width=30)
+    np.testing.assert_allclose(o[:18], roomy[:18], atol=2e-5)
+
+
 def test_energy_and_basis_are_those_of_the_singular_values():
     rng = np.random.default_rng(0)
     rank, width, rows = 20, 64, 400
