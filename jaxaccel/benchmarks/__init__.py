@@ -9,6 +9,7 @@ _COMMANDS = {
     "step": "our training step against the same model in plain JAX",
     "decode": "decoding made fast in steps, each against the bandwidth limit",
     "ablation": "train configs that differ in one thing, over seeds",
+    "curves": "one training run by several implementations, against the seeds' noise",
     "moe": "experts by loop, one-hot tables and one sort, and whole layers",
     "offload": "layer inputs in device or host memory, a stack's gradients",
     "packing": "metadata once or in every layer; packed rows against padded ones",
