@@ -187,8 +187,10 @@ def _take_interpreted(ref: Any, indices: Any, width: int | None) -> jax.Array:
     start = _flat(ref.shape, indices)
     if width is not None:
         start = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    # Outside the array: NaN, and numbers that no one has.
-    return jnp.take(whole, start, mode="fill")
+    # Outside of the array lies what no test takes for right; NaN may be.
+    is_float = jnp.issubdtype(ref.dtype, jnp.floating)
+    least = float(jnp.finfo(ref.dtype).min) if is_float else jnp.iinfo(ref.dtype).min
+    return jnp.take(whole, start, mode="fill", fill_value=least)
 
 
 def _flat(shape: tuple[int, ...], indices: Any) -> jax.Array:

@@ -45,14 +45,19 @@ class Spec:
         return {"copies_sign": self.copies_sign, "dtype": self.out_dtype or self.dtype}
 
     def arguments(self, key: jax.Array) -> tuple[jax.Array, ...]:
-        """h, kv, query_scale, key_scale, is_live, dy, dgate."""
-        keys = jax.random.split(key, 7)
+        """h, kv, query_scale, key_scale, is_live, dy, dgate.
+
+        Keys lean towards their stream or away from it, so that scores are about 4 or
+        -4: the gradient at a score of nothing is that of its rounding.
+        """
+        keys = jax.random.split(key, 8)
         shape = (self.batch, self.time, self.streams, self.dim)
-        kv_shape = (*shape[:2], self.streams + 1, self.dim)
-        h, kv = (
-            jax.random.normal(k, s).astype(self.dtype)
-            for k, s in zip(keys[:2], (shape, kv_shape), strict=True)
-        )
+        h = jax.random.normal(keys[0], shape)
+        kv = jax.random.normal(keys[1], (*shape[:2], self.streams + 1, self.dim))
+        lean = jax.random.rademacher(keys[7], shape[:3], jnp.float32)
+        lean = jnp.pad(4.0 * self.dim**-0.5 * lean, ((0, 0), (0, 0), (0, 1)))
+        own = jnp.pad(h, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        h, kv = (x.astype(self.dtype) for x in (h, kv + lean[..., None] * own))
         scales = (
             1.0 + 0.1 * jax.random.normal(k, shape[2:], jnp.float32) for k in keys[2:4]
         )

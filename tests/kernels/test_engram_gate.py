@@ -45,7 +45,9 @@ def results(spec, args, implementation):
 def assert_results(spec, got, want):
     assert got[0].dtype == (spec.out_dtype or spec.dtype)
     for name, a, b in zip(NAMES, got, want, strict=True):
-        rel = 5e-5 if a.dtype == jnp.float32 else None
+        # The card's roots and exponentials are approximate.
+        exact = 1e-5 if jax.default_backend() == "cpu" else 5e-5
+        rel = exact if a.dtype == jnp.float32 else None
         assert_close(a, b, rel=rel, name=f"{spec.name} {name}")
 
 
