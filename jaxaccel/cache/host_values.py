@@ -1,8 +1,8 @@
 """Arrays in host memory: making them, and reading rows of them on the device.
 
-The three ways in which a jitted program may touch such an array without a copy of the
-whole: `lax.dynamic_update_slice` of a block (see `LayerState.put_block`), a gather that
-the host computes (`gather_rows`), and, on GPUs, a kernel that reads it.
+The two ways in which a jitted program may touch such an array without a copy of the
+whole: `lax.dynamic_update_slice` of a block (see `LayerState.put_block`), and
+`pallas_kernels.host_gather` of rows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 from jax.typing import DTypeLike
 
-from jaxaccel.cache.layer_state import is_on_host
 from jaxaccel.core.memory import (
     PINNED_HOST,
     PINNED_LIMIT_VARIABLE,
@@ -27,6 +25,8 @@ from jaxaccel.core.memory import (
     host_memory,
     require_pinned_host,
 )
+from pallas_kernels._common.dispatch import Implementation
+from pallas_kernels.host_gather import host_gather
 
 
 type Tier = Literal["host", "device"]
@@ -100,37 +100,18 @@ def empty_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return jax.device_put(np.zeros(shape, jnp.dtype(dtype)), sharding)
 
 
-def gather_rows(array: jax.Array, where: tuple[jax.Array, ...]) -> jax.Array:
-    """`array[where]`, on the device.
+def fetch(
+    table: jax.Array, rows: jax.Array, implementation: Implementation | None = None
+) -> jax.Array:
+    """Rows of an array in host memory or on the device, on the device.
 
     Args:
-      array: in host memory or on the device.
-      where: integers of the first axes, which broadcast against each other; all of
-        them in bounds.
+      table: [..., d].
+      rows: i32[...], rows of the array as [N, d]; -1 for none, which gives zeros.
+      implementation: of `pallas_kernels.host_gather`.
 
     Returns:
-      What was asked for, on the device. The host computes the gather where the array
-      is its own, so that no more than the result crosses the link.
+      [..., d].
     """
-    if not is_on_host(array):
-        return array[where]
-    # One array of indices, ready made: the host's part mixes no memories then.
-    where = jnp.broadcast_arrays(*(jnp.asarray(i, jnp.int32) for i in where))
-    index = jnp.stack(where, axis=-1)
-    axes = tuple(range(len(where)))
-    last = tuple(range(index.ndim - 1, index.ndim - 1 + array.ndim - len(where)))
-    numbers = jax.lax.GatherDimensionNumbers(
-        offset_dims=last, collapsed_slice_dims=axes, start_index_map=axes
-    )
-    sizes = (*(1,) * len(where), *array.shape[len(where) :])
-
-    def gather(array, index):
-        mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        return jax.lax.gather(array, index, numbers, sizes, mode=mode)
-
-    host = jax.memory.Space.Host
-    on_host: Any = compute_on(
-        gather, compute_type="device_host", out_memory_spaces=host
-    )
-    rows = on_host(array, jax.device_put(index, host))
-    return jax.device_put(rows, jax.memory.Space.Device)
+    flat = table.reshape(-1, table.shape[-1])  # no copy, in host memory either
+    return host_gather(flat, rows, implementation=implementation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxaccel.cache import low_rank, slot_map
 from jaxaccel.cache.attend import decode_attention, scores_of
 from jaxaccel.cache.choose import best, every, group_log_weights
-from jaxaccel.cache.host_values import Tier, choose_tier, gather_rows
+from jaxaccel.cache.host_values import Tier, choose_tier, fetch
 from jaxaccel.cache.layer_state import (
     AttentionSpec,
     LayerState,
@@ -23,81 +22,9 @@ from jaxaccel.cache.layer_state import (
     rows_of,
 )
 from jaxaccel.cache.policy import CachePolicy, Selection, check_room
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShadowKVState(LayerState):
-    """What `ShadowKVCacheConfig` keeps of a layer.
-
-    W = G K is the width of all kv heads' keys together, C the places for chunks of c
-    tokens, M the value slots, O the places for outliers, R the size of the ring.
-    Chunks of the prompt have the numbers 0, 1, ...; those of generated tokens follow
-    behind the longest prompt, with one number for all rows.
-
-    Attributes:
-      basis: [B, W, r], directions of the prompt's keys before the rotary embedding.
-      rank_used: i32[B], directions that there are; the others are 0.
-      a: [B, C, c, r], the chunks' keys in it.
-      landmark: [B, G, C, K], the chunks' mean keys after the rotary embedding.
-      excluded: bool[B, G, C], chunks that are not there, or kept as outliers.
-      first: i32[B, C], position of the chunks' first tokens.
-      values: [B, G, C, c K], in host memory where that is the tier.
-      v_slot: [B, G, M, c K], some of them on the device.
-      slot_chunk, slot_age: i32[B, G, M], see `SlotPlan`.
-      out_k, out_v: [B, G, O, c, K], chunks kept as they are.
-      out_count: i32[B], how many.
-      ring_k, ring_v: [B, G, R, K], the newest tokens; token p is in slot p mod R.
-      ring_a: [B, R, r], their keys in the basis.
-      ring_residual: f32[B, R], the share of them that the basis misses.
-      start: i32[B], tokens that are in chunks.
-      seen_start, seen_outliers: i32[B], `start` and `out_count` at the last choice;
-        what became a chunk after it is read from the ring, which has it still.
-      length: i32[B], tokens read.
-      next_chunk: i32[], the number of the next chunk of generated tokens.
-      step: i32[], decoding steps.
-      ids, is_chosen: i32 and bool[B, G, N], the last choice.
-      energy: f32[B], the share of the prompt's keys that the basis holds, of squares.
-      residual: f32[B], the largest share that it misses of a generated chunk.
-      hits, misses: i32[B], chosen chunks that were in slots, and that were fetched.
-    """
-
-    basis: jax.Array
-    rank_used: jax.Array
-    a: jax.Array
-    landmark: jax.Array
-    excluded: jax.Array
-    first: jax.Array
-    values: jax.Array
-    v_slot: jax.Array
-    slot_chunk: jax.Array
-    slot_age: jax.Array
-    out_k: jax.Array
-    out_v: jax.Array
-    out_count: jax.Array
-    ring_k: jax.Array
-    ring_v: jax.Array
-    ring_a: jax.Array
-    ring_residual: jax.Array
-    start: jax.Array
-    seen_start: jax.Array
-    seen_outliers: jax.Array
-    length: jax.Array
-    next_chunk: jax.Array
-    step: jax.Array
-    ids: jax.Array
-    is_chosen: jax.Array
-    energy: jax.Array
-    residual: jax.Array
-    hits: jax.Array
-    misses: jax.Array
-
-    EMPTY: ClassVar[dict[str, Any]] = {
-        "excluded": True,
-        "slot_chunk": -1,
-        "slot_age": -1,
-    }
-    SHARED: ClassVar[tuple[str, ...]] = ("next_chunk", "step", "values", "v_slot")
+from jaxaccel.cache.shadowkv_state import ShadowKVState, chunk_statistics
+from pallas_kernels._common.dispatch import Implementation
+from pallas_kernels.host_gather import api as host_gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +65,7 @@ class ShadowKVCacheConfig(CachePolicy):
         twice the chosen ones in the tier "host", and none in the tier "device".
       values: where values are, "host" or "device"; `None` is the host where it has
         memory of its own that the device can read.
+      fetch: implementation of `pallas_kernels.host_gather`, which reads them.
       oversampling: see `low_rank.basis`.
       iterations: see `low_rank.basis`.
 
@@ -157,6 +85,7 @@ class ShadowKVCacheConfig(CachePolicy):
     refresh_every: int = 1
     slots: int | None = None
     values: Tier | None = None
+    fetch: Implementation | None = None
     oversampling: int = 16
     iterations: int = 3
 
@@ -202,12 +131,11 @@ class ShadowKVCacheConfig(CachePolicy):
                 f"ShadowKVCacheConfig: rank={self.rank} is more than the {width} "
                 f"dimensions of {spec.num_kv_heads} kv heads of {spec.head_dim}"
             )
-        if self._tier == "host" and (self.chunk * spec.head_dim) % 8:
-            raise NotImplementedError(
-                f"ShadowKVCacheConfig: chunk={self.chunk} tokens of head_dim="
-                f"{spec.head_dim} are {self.chunk * spec.head_dim} values, host memory "
-                "is read in pieces of 8"
-            )
+        if self.fetch is not None:
+            # Told before anything is allocated: the rows are those of one chunk.
+            table = jax.ShapeDtypeStruct((1, self.chunk * spec.head_dim), jnp.bfloat16)
+            ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+            host_gather.choose(table, ids, implementation=self.fetch)
 
     @property
     def _tier(self) -> Tier:
@@ -478,7 +406,7 @@ class ShadowKVCacheConfig(CachePolicy):
         )
         batch, heads, _ = ids.shape
         row, head = rows_of(batch)[:, None, None], rows_of(heads)[None, :, None]
-        fetched = self._fetch(state, jnp.where(plan.is_miss, ids, 0))
+        fetched = self._fetch(state, ids, plan.is_miss)
         slot = jnp.where(plan.is_miss, plan.slots, state.size("v_slot")[2])
         state = state.put("v_slot", (row, head, slot), fetched)
         misses = jnp.sum(plan.is_miss, axis=(1, 2), dtype=jnp.int32)
@@ -518,11 +446,17 @@ class ShadowKVCacheConfig(CachePolicy):
             "outlier_share": outliers.astype(jnp.float32) * self.chunk / tokens,
         }
 
-    def _fetch(self, state: LayerState, ids: jax.Array) -> jax.Array:
+    def _fetch(
+        self, state: LayerState, ids: jax.Array, is_wanted: jax.Array
+    ) -> jax.Array:
         """The values of chunks i32[B, G, N], [B, G, N, c K] on the device."""
         batch, heads, _ = ids.shape
+        table, _ = state.place("values")
+        layer = jnp.int32(0) if state.index is None else state.index
         row, head = rows_of(batch)[:, None, None], rows_of(heads)[None, :, None]
-        return gather_rows(*state.place("values", row, head, ids))
+        first = ((layer * batch + row) * heads + head) * table.shape[-2]
+        rows = jnp.where(is_wanted, first + ids, -1)
+        return fetch(table, rows, self.fetch)
 
     def attend(
         self,
@@ -537,7 +471,7 @@ class ShadowKVCacheConfig(CachePolicy):
         batch, heads, _ = ids.shape
         k = self._chunk_keys(state, ids, spec)  # [B, G, N c, K]
         if selection.slots is None:
-            v = self._fetch(state, ids)
+            v = self._fetch(state, ids, selection.valid)
         else:
             row, head = rows_of(batch)[:, None, None], rows_of(heads)[None, :, None]
             v = state.take("v_slot", row, head, selection.slots)
@@ -591,20 +525,3 @@ class ShadowKVCacheConfig(CachePolicy):
             batch, heads, -1
         )
         return spec.rotated(k, positions)
-
-
-def chunk_statistics(k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a chunk's keys have in common, and how far one of them is from it.
-
-    Args:
-      k: [B, G, C, c, K], after the rotary embedding.
-
-    Returns:
-      f32[B, G, C, K], their mean, and f32[B, G, C], the smallest cosine between it and
-      one of them; 0 where either is 0.
-    """
-    k = k.astype(jnp.float32)
-    mean = jnp.mean(k, axis=3)
-    dots = jnp.sum(k * mean[:, :, :, None], axis=-1)
-    norms = jnp.linalg.norm(k, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
-    return mean, jnp.min(dots / jnp.where(norms > 0, norms, 1.0), axis=-1)

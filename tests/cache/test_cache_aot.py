@@ -66,19 +66,21 @@ program = device.client.compile(lowered.compiler_ir("stablehlo"), devices, optio
 values = cache.states[0].values
 memory = program.get_compiled_memory_stats()
 assert memory.host_alias_size_in_bytes == values.nbytes, memory
-assert memory.host_temp_size_in_bytes < values.nbytes / 100, memory
+# Fetched rows, on their way.
+assert memory.host_temp_size_in_bytes < values.nbytes / 10, memory
 on_device = sum(x.nbytes for x in jax.tree.leaves(cache)) - values.nbytes
 assert memory.alias_size_in_bytes >= on_device, memory
 hlo = program.hlo_modules()[0].to_string()
 # Of the host's memory, a block is written where it is, and rows are gathered there.
 whole = "[" + ",".join(map(str, values.shape)) + "]"
 assert f"{whole}{{4,3,2,1,0:S(5)}} dynamic-update-slice(" in hlo
-assert "HostExecute" in hlo
-# Of what is held nothing is copied: only indices, and queries on their way.
+assert re.search(r"gather[(]%bitcast\\S*, .*slice_sizes=.1,512.", hlo)
+# Of what is held nothing is copied: only indices, queries, and the rows fetched.
 for line in hlo.splitlines():
     if re.search(r" copy[(]|copy-start[(]", line):
         sizes = re.search(r"= [(]?\\w+\\[([\\d,]*)\\]", line)[1]
-        assert math.prod(int(n) for n in sizes.split(",") if n) < 1024, line
+        is_small = math.prod(int(n) for n in sizes.split(",") if n) < 1024
+        assert is_small or sizes == "2,2,8,512", line
 print("compiled for", device.device_kind)
 """
 
