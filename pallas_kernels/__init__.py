@@ -11,6 +11,7 @@ Table of contents; every name is imported on first use:
 ``grouped_matmul``     one matrix product per expert over sorted rows
 ``sort_dispatch``      sort-based routing of tokens to experts
 ``ssd``                the Mamba-2 recurrence, chunked, and one token of it
+``ssd_step``           one token of a Mamba-2 layer, state in place
 ``engram_gate``        how much of a memory each stream takes, and that much of it
 ``engram_gather``      rows of a table, in 16 bits or in 8 with scales
 ``engram_hash``        row numbers of hashed n-grams
@@ -39,6 +40,7 @@ _OPS = (
     "segment_sum",
     "sort_dispatch",
     "ssd",
+    "ssd_step",
 )
 
 __all__ = [*_OPS, "explain"]

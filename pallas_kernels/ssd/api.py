@@ -22,7 +22,7 @@ _ONLY_NAMED = {"mosaic": "no measured row speaks for the kernels yet"}
 def _refusals(x: Any, b: Any, chunk_size: int) -> dict[str, str]:
     """Why the kernels cannot run x [B, T, H, V] or [B, H, V] with b alike."""
     if x.ndim == 3:
-        return {"mosaic": "ssd_step has no kernel yet"}
+        return {"mosaic": "the kernel of a token is pallas_kernels.ssd_step"}
     if not (hw.is_hopper() or interpret.is_interpreting()):
         backend = jax.default_backend()
         return {"mosaic": f"the kernels need a Hopper GPU, this is {backend}"}

@@ -199,7 +199,7 @@ def _mix(
             gates = ring["gates"].at[slot, h]
             step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
             scores = products * decay_matrix(gates, index) * step
-            skip = jnp.where(h == 0, *skips)
+            skip = jnp.where(h == 0, skips[0], skips[1])
             scores = scores + jnp.where(row == column, skip, 0.0)
             ring["scores"].at[slot, h][...] = scores.astype(shapes.dtype)
             return products

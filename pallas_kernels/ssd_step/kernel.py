@@ -1,0 +1,468 @@
+"""Mosaic GPU kernel of one decoding step, from the projections to the gated norm.
+
+It is the kernel of `gated_delta_step` without the delta. An *item* is a row and a group
+with the heads that read it: exactly one block reads and writes any state, and any
+channel of any convolution window, so both pools are updated in place in one launch.
+
+Blocks are persistent. In each, one warpgroup runs ahead: it starts the copies of the
+heads' states into a ring, convolves the item's channels, shifts the window, and leaves
+x, b, c, decays, step sizes, SiLU(z) and the norm's scale in shared memory, in two
+places by turns. The other warpgroups compute, each with its heads and its ring:
+
+    S <- e^(s a) S + s x b^T        y = S c + d x        u = y SiLU(z)
+
+A state goes back to where it came from while the next one is computed. The norm needs u
+of all heads of the item, which meet in shared memory at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_step import kernel as delta
+from pallas_kernels.ssd_step.config import (
+    HEAD_DIM,
+    PREPARED,
+    STATE_DIM,
+    VECTOR,
+    Config,
+)
+from pallas_kernels.ssd_step.layer import Layer
+
+
+HEADS_OF_VECTOR = VECTOR // HEAD_DIM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The static part of a launch.
+
+    Attributes:
+      batch, groups, heads, width: B, G, H, W.
+      dtype: of xbc, z, y and the convolution's windows.
+      state_dtype: of the state in device and shared memory.
+      restarts: whether rows may begin documents.
+      norm_eps: added to the mean square.
+      dt_limit: least and largest step size.
+      config: how to tile.
+    """
+
+    batch: int
+    groups: int
+    heads: int
+    width: int
+    dtype: Any
+    state_dtype: Any
+    restarts: bool
+    norm_eps: float
+    dt_limit: tuple[float, float]
+    config: Config
+
+    # These two and `dtype` are what the neighbour's functions read of a plan.
+    part = delta.Plan.part
+    layout = delta.Plan.layout
+
+    @property
+    def group(self) -> int:
+        """Heads of an item."""
+        return self.heads // self.groups
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of x of an item, two heads in each."""
+        return self.group // HEADS_OF_VECTOR
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.groups
+
+    @property
+    def blocks(self) -> int:
+        return min(self.items, hw.device().sms * self.config.blocks_per_sm)
+
+    @property
+    def tiles(self) -> int:
+        """Heads of an item that one warpgroup computes, a tile each."""
+        return self.group // self.config.warpgroups
+
+    def segments(self, group: jax.Array) -> list[jax.Array]:
+        """First channels of the item's b, c and each vector of x."""
+        first = self.heads * HEAD_DIM + group * STATE_DIM
+        x = group * self.vectors
+        return [first, first + self.groups * STATE_DIM] + [
+            (x + j) * VECTOR for j in range(self.vectors)
+        ]
+
+
+B, C, X = 0, 1, 2  # places of b, c and x among an item's vectors
+
+
+def _items(plan: Plan) -> tuple[jax.Array, Any]:
+    """How many items this block has, and (i) -> (row, group)."""
+    block = lax.axis_index("block")
+    count = lax.div(plan.items - 1 - block + plan.blocks, jnp.int32(plan.blocks))
+
+    def place(i):
+        item = block + i * plan.blocks
+        groups = jnp.int32(plan.groups)
+        return lax.div(item, groups), lax.rem(item, groups)
+
+    return count, place
+
+
+def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, group):
+    """Convolves an item's channels, shifts its window, makes steps and decays.
+
+    Args:
+      plan: of the launch.
+      refs: device memory.
+      shared: "channels" [PREPARED, 2 + vectors, 128], "steps" f32[PREPARED, 3 heads,
+        128], and "gate", "scale" f32[PREPARED, vectors, 128].
+      at: which of the PREPARED places to fill.
+      row, group: the item.
+    """
+    slot, last = refs["slots"][row], plan.width - 1
+    begins = refs["first"][row] != 0 if plan.restarts else None
+    loaded = []
+    for begin in plan.segments(group):
+        span = pl.ds(begin, VECTOR)
+        x = delta._load_vector(refs["xbc"].at[row, span])
+        window = [
+            delta._load_vector(refs["conv"].at[slot, j, span]) for j in range(last)
+        ]
+        taps = [
+            delta._load_vector(refs["weight"].at[j, span]) for j in range(plan.width)
+        ]
+        taps.append(delta._load_vector(refs["bias"].at[span]))
+        loaded.append((span, [*window, x], taps))
+    # Everything is on its way before the first value is used.
+    for index, (span, inputs, (*taps, bias)) in enumerate(loaded):
+        if begins is not None:
+            zero = jnp.zeros((VECTOR,), plan.dtype)
+            inputs = [jnp.where(begins, zero, w) for w in inputs[:-1]] + inputs[-1:]
+        total = bias.astype(jnp.float32)
+        for x, tap in zip(inputs, taps, strict=True):
+            total = total + x.astype(jnp.float32) * tap.astype(jnp.float32)
+        value = (total * delta._sigmoid(total)).astype(plan.dtype)
+        shared["channels"].at[at, index][...] = value
+        for j in range(last):
+            refs["conv"].at[slot, j, span][...] = inputs[j + 1]
+    low, high = plan.dt_limit
+    for r in range(plan.group):
+        h = group * plan.group + r
+        step = delta._softplus(refs["dt"][row, h] + refs["dt_bias"][h])
+        step = jnp.maximum(step, low) if low > 0 else step
+        step = jnp.minimum(step, high) if high < math.inf else step
+        decay = jnp.exp(-jnp.exp(refs["A_log"][h]) * step)
+        for i, value in enumerate((decay, step, refs["D"][h])):
+            shared["steps"].at[at, i * plan.group + r][...] = delta._everywhere(value)
+    for j in range(plan.vectors):
+        vector = group * plan.vectors + j
+        z = delta._load_vector(refs["z"].at[row, vector]).astype(jnp.float32)
+        shared["gate"].at[at, j][...] = z * delta._sigmoid(z)
+        scale = delta._load_vector(refs["scale"].at[vector]).astype(jnp.float32)
+        shared["scale"].at[at, j][...] = scale
+    plgpu.commit_smem()
+
+
+def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
+    """Warpgroup that runs ahead: states, and small vectors."""
+    config = plan.config
+    stages = jnp.int32(config.stages)
+    count, place = _items(plan)
+
+    def fetch(row, group, first_tile, t):
+        tile = first_tile + t
+        stage = lax.rem(tile, stages)
+        for w in range(config.warpgroups):
+
+            @pl.when(tile >= stages)
+            def _(w=w):
+                plgpu.barrier_wait(shared["free"].at[w, stage])
+
+            h = group * plan.group + w * plan.tiles + t
+            plgpu.copy_gmem_to_smem(
+                refs["state"].at[refs["slots"][row], h],
+                shared["ring"].at[w, stage],
+                shared["full"].at[w, stage],
+                # One contiguous copy; without the promise it is a tensor's.
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+    def item(i, done):
+        row, group = place(i)
+        live = refs["slots"][row] >= 0
+
+        @pl.when(live)
+        def _():
+            first_tile = done * plan.tiles
+            early = min(plan.tiles, config.stages)
+
+            # The first item's copies find the ring empty; later ones would wait for
+            # tiles that cannot be computed before what is prepared here.
+            @pl.when(done == 0)
+            def _():
+                for t in range(early):
+                    fetch(row, group, first_tile, t)
+
+            at = lax.rem(done, jnp.int32(PREPARED))
+
+            @pl.when(done >= PREPARED)
+            def _():
+                plgpu.barrier_wait(shared["used"].at[at])
+
+            _prepare(plan, refs, shared, at, row, group)
+            plgpu.barrier_arrive(shared["ready"].at[at])
+
+            @pl.when(done > 0)
+            def _():
+                for t in range(early):
+                    fetch(row, group, first_tile, t)
+
+            for t in range(early, plan.tiles):
+                fetch(row, group, first_tile, t)
+
+        return done + live.astype(jnp.int32)
+
+    done = lax.fori_loop(0, count, item, jnp.int32(0))
+
+    # Every arrival must be waited for before the block ends.
+    def drain_tile(tile, carry):
+        for w in range(config.warpgroups):
+            plgpu.barrier_wait(shared["free"].at[w, lax.rem(tile, stages)])
+        return carry
+
+    def drain_item(i, carry):
+        plgpu.barrier_wait(shared["used"].at[lax.rem(i, jnp.int32(PREPARED))])
+        return carry
+
+    tiles = done * plan.tiles
+    lax.fori_loop(jnp.maximum(tiles - stages, 0), tiles, drain_tile, None)
+    lax.fori_loop(jnp.maximum(done - PREPARED, 0), done, drain_item, None)
+
+
+def _place_of_head(head: int, p: int, rows: int) -> tuple[int, Any]:
+    """Where the p-th `rows` rows of a head are among vectors of 128 channels."""
+    vector, inside = divmod(head, HEADS_OF_VECTOR)
+    return vector, pl.ds(inside * HEAD_DIM + p * rows, rows)
+
+
+def _update_head(
+    plan: Any, shared: dict[str, Any], at, ring, head: int, begins
+) -> None:
+    """Updates the state of a head in shared memory, and leaves its u.
+
+    Args:
+      plan: of the launch.
+      shared: what `_prepare` filled; "gated" f32[PREPARED, vectors, 128] to fill.
+      at: the item's place in it.
+      ring: [V, N] in shared memory.
+      head: of the item.
+      begins: whether the state counts as zero, `None` if none do.
+    """
+    channels, rows = shared["channels"].at[at], plan.part[0]
+    b, c = (delta._along(plan, channels.at[j]) for j in (B, C))
+    decay, step, skip = (
+        shared["steps"][at, i * plan.group + head, 0] for i in range(3)
+    )
+    per_row = functools.partial(
+        plgpu.load, layout=plan.layout.reduce(1), optimized=False
+    )
+    for p in range(HEAD_DIM // rows):
+        here = ring.at[pl.ds(p * rows, rows)]
+        state = plgpu.load(here, layout=plan.layout, optimized=False)
+        state = state.astype(jnp.float32)
+        if begins is not None:
+            state = jnp.where(begins, jnp.zeros_like(state), state)
+        vector, inside = _place_of_head(head, p, rows)
+        x = per_row(channels.at[X + vector, inside]).astype(jnp.float32)
+        state = decay * state + delta._across(plan, step * x) * b
+        here[...] = state.astype(plan.state_dtype)
+        y = delta._rounded(plan, jnp.sum(state * c, axis=1) + skip * x)
+        gate = per_row(shared["gate"].at[at, vector, inside])
+        shared["gated"].at[at, vector, inside][...] = y * gate
+
+
+def _normalize(plan: Any, refs, shared, at, row, group, w: int) -> None:
+    """Writes y of the heads of this warpgroup, once u of all heads is there."""
+    square: Any = None
+    for j in range(plan.vectors):
+        u = delta._along(plan, shared["gated"].at[at, j])
+        term = jnp.sum(u * u, axis=1)
+        square = term if square is None else square + term
+    rstd = lax.rsqrt(square * (1.0 / (plan.group * HEAD_DIM)) + plan.norm_eps)
+    # The same in every row; one of them reaches the threads of a vector.
+    shared["rstd"].at[w][...] = rstd
+    plgpu.commit_smem()
+    factor = shared["rstd"][w, 0]
+    own = plan.vectors // plan.config.warpgroups
+    for j in range(own):
+        u = delta._load_vector(shared["gated"].at[at, w * own + j])
+        y = u * factor * delta._load_vector(shared["scale"].at[at, w * own + j])
+        vector = group * plan.vectors + w * own + j
+        refs["y"].at[row, vector][...] = y.astype(plan.dtype)
+
+
+def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -> None:
+    """Warpgroup that updates and reads the states of its heads."""
+    config = plan.config
+    stages = jnp.int32(config.stages)
+    count, place = _items(plan)
+
+    def head_of_item(done, at, row, group, t, begins):
+        tile = done * plan.tiles + t
+        stage = lax.rem(tile, stages)
+        plgpu.barrier_wait(shared["full"].at[w, stage])
+        ring, head = shared["ring"].at[w, stage], w * plan.tiles + t
+        _update_head(plan, shared, at, ring, head, begins)
+        plgpu.commit_smem()
+        slot = refs["slots"][row]
+        to = refs["state"].at[slot, group * plan.group + head]
+        plgpu.copy_smem_to_gmem(ring, to)
+        # The tile before this one has left shared memory.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        @pl.when(tile > 0)
+        def _():
+            plgpu.barrier_arrive(shared["free"].at[w, lax.rem(tile - 1, stages)])
+
+    def item(i, done):
+        row, group = place(i)
+        live = refs["slots"][row] >= 0
+
+        @pl.when(live)
+        def _():
+            at = lax.rem(done, jnp.int32(PREPARED))
+            plgpu.barrier_wait(shared["ready"].at[at])
+            begins = refs["first"][row] != 0 if plan.restarts else None
+            for t in range(plan.tiles):
+                head_of_item(done, at, row, group, t, begins)
+            plgpu.barrier_arrive(shared["met"])
+            plgpu.barrier_wait(shared["met"])
+            _normalize(plan, refs, shared, at, row, group, w)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(shared["used"].at[at])
+
+        @pl.when(jnp.logical_not(live))
+        def _():
+            zero = plgpu.layout_cast(jnp.zeros((VECTOR,), plan.dtype), delta.STRIDED)
+            own = plan.vectors // config.warpgroups
+            for j in range(own):
+                vector = group * plan.vectors + w * own + j
+                refs["y"].at[row, vector][...] = zero
+
+        return done + live.astype(jnp.int32)
+
+    done = lax.fori_loop(0, count, item, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(done > 0)
+    def _():
+        last = lax.rem(done * plan.tiles - 1, stages)
+        plgpu.barrier_arrive(shared["free"].at[w, last])
+
+
+def _ssd_step_kernel(*refs, plan: Plan, names: tuple[str, ...], **shared):
+    named = dict(zip(names, refs, strict=True))
+    warpgroup = lax.axis_index("warpgroup")
+    for w in range(plan.config.warpgroups):
+        pl.when(warpgroup == w)(functools.partial(_compute, plan, named, shared, w))
+    feed = functools.partial(_feed, plan, named, shared)
+    pl.when(warpgroup == plan.config.warpgroups)(feed)
+
+
+def _scratch(plan: Any) -> dict[str, Any]:
+    warpgroups, stages = plan.config.warpgroups, plan.config.stages
+    vectors = plgpu.SMEM((PREPARED, plan.vectors, VECTOR), jnp.float32)
+    return {
+        "ring": plgpu.SMEM((warpgroups, stages, HEAD_DIM, STATE_DIM), plan.state_dtype),
+        "channels": plgpu.SMEM((PREPARED, 2 + plan.vectors, VECTOR), plan.dtype),
+        "steps": plgpu.SMEM((PREPARED, 3 * plan.group, VECTOR), jnp.float32),
+        "gate": vectors,
+        "scale": vectors,
+        "gated": vectors,
+        "rstd": plgpu.SMEM((warpgroups, plan.part[0]), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
+        "free": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
+        "ready": plgpu.Barrier(num_arrivals=1, num_barriers=PREPARED),
+        "used": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=PREPARED),
+        "met": plgpu.Barrier(num_arrivals=warpgroups),
+    }
+
+
+def ssd_step(
+    config: Config,
+    xbc: jax.Array,
+    dt: jax.Array,
+    z: jax.Array,
+    layer: Layer,
+    conv_pool: jax.Array,
+    state_pool: jax.Array,
+    slots: jax.Array,
+    is_first: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Launches the kernel; arguments and results as in `api.ssd_step`.
+
+    Raises:
+      ValueError: the tiling does not fit these sizes or the card.
+    """
+    batch, heads = dt.shape
+    plan = Plan(
+        batch=batch,
+        groups=layer.groups,
+        heads=heads,
+        width=layer.conv_weight.shape[0],
+        dtype=jnp.dtype(xbc.dtype),
+        state_dtype=jnp.dtype(state_pool.dtype),
+        restarts=is_first is not None,
+        norm_eps=layer.norm_eps,
+        dt_limit=layer.dt_limit,
+        config=config,
+    )
+    if reason := config.refusal(plan.group, plan.dtype, plan.state_dtype):
+        raise ValueError(reason)
+    scratch = _scratch(plan)
+    hw.check_smem(config.blocks_per_sm * delta.shared_bytes(scratch), "ssd_step")
+    inputs = {
+        "xbc": xbc,
+        "dt": dt,
+        "z": z.reshape(batch, -1, VECTOR),
+        "weight": layer.conv_weight,
+        "bias": layer.conv_bias,
+        "A_log": layer.A_log,
+        "D": layer.D,
+        "dt_bias": layer.dt_bias,
+        "scale": layer.norm_scale.reshape(-1, VECTOR),
+        "slots": slots,
+    }
+    if is_first is not None:
+        inputs["first"] = is_first.astype(jnp.int32)
+    # What a kernel writes through a reference is updated in place.
+    conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
+    names = (*inputs, "conv", "state", "y")
+    y = plgpu.kernel(
+        functools.partial(_ssd_step_kernel, plan=plan, names=names),
+        out_type=jax.ShapeDtypeStruct(inputs["z"].shape, xbc.dtype),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name="pk_ssd_step",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not config.auto_barriers,
+        ),
+    )(*inputs.values(), conv_ref, state_ref)
+    return y.reshape(batch, -1), jax.freeze(conv_ref), jax.freeze(state_ref)
