@@ -99,23 +99,41 @@ def _leading(
     return top, count, jnp.where(total > 0, share, 1.0)
 
 
-def project(keys: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+def project(keys: jax.Array, basis: jax.Array) -> jax.Array:
     """Writes keys in a basis.
 
     Args:
       keys: [B, T, W].
-      basis: [B, W, r], as it is stored.
+      basis: [B, W, r], as it is stored; keys are taken in its dtype.
 
     Returns:
-      f32[B, T, r], and f32[B, T, W], what is missing: k - a basis^T.
+      f32[B, T, r].
+    """
+    return jnp.einsum(
+        "btw,bwr->btr",
+        keys.astype(basis.dtype),
+        basis,
+        precision=_HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def missing(
+    keys: jax.Array, a: jax.Array, basis: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What keys lack in a basis.
+
+    Args:
+      keys: [B, T, W].
+      a: f32[B, T, r], see `project`.
+      basis: [B, W, r].
+
+    Returns:
+      f32[B, T, W], k - a basis^T, and f32[B, T], its length as a share of the key's; 0
+      for a key of zeros.
     """
     keys, basis = keys.astype(jnp.float32), basis.astype(jnp.float32)
-    a = jnp.einsum("btw,bwr->btr", keys, basis, precision=_HIGHEST)
-    back = jnp.einsum("btr,bwr->btw", a, basis, precision=_HIGHEST)
-    return a, keys - back
-
-
-def missed_share(keys: jax.Array, missing: jax.Array) -> jax.Array:
-    """f32[B, T]: |missing| / |k| of [B, T, W], 0 for a key of zeros."""
-    norm = jnp.linalg.norm(keys.astype(jnp.float32), axis=-1)
-    return jnp.linalg.norm(missing, axis=-1) / jnp.where(norm > 0, norm, 1.0)
+    lack = keys - jnp.einsum("btr,bwr->btw", a, basis, precision=_HIGHEST)
+    norm = jnp.linalg.norm(keys, axis=-1)
+    share = jnp.linalg.norm(lack, axis=-1) / jnp.where(norm > 0, norm, 1.0)
+    return lack, share

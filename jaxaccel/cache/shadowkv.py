@@ -235,20 +235,23 @@ class ShadowKVCacheConfig(CachePolicy):
         )
         # What is read later is the stored basis, so keys are written in that one.
         found = found.astype(state.dtype("basis"))
-        a, missing = low_rank.project(flat, found)
-        residual = low_rank.missed_share(flat, missing)
+        a = low_rank.project(flat, found)
         kept = jnp.maximum(count // c - self.local_window // c, 0)  # [B], chunks
         state = self._keep_chunks(state, tokens, a, kept)
         ring = ring_positions(count, state.size("ring_a")[1])
         ring = jnp.clip(ring, 0, time - 1)  # [B, R]
+        # Of these alone it is asked: for a whole prompt it would be as large as keys.
+        ring_a = jnp.take_along_axis(a, ring[:, :, None], axis=1)
+        newest = jnp.take_along_axis(flat, ring[:, :, None], axis=1)
+        _, residual = low_rank.missing(newest, ring_a, found)
         return state.replace(
             basis=found,
             rank_used=rank_used,
             energy=energy,
             ring_k=gather_tokens(by_head(tokens.k), ring[:, None, :]),
             ring_v=gather_tokens(by_head(tokens.v), ring[:, None, :]),
-            ring_a=jnp.take_along_axis(a, ring[:, :, None], axis=1),
-            ring_residual=jnp.take_along_axis(residual, ring, axis=1),
+            ring_a=ring_a,
+            ring_residual=residual,
             start=kept * c,
             length=count,
             next_chunk=jnp.int32(time // c),
@@ -324,13 +327,14 @@ class ShadowKVCacheConfig(CachePolicy):
         """
         batch = tokens.k.shape[0]
         flat = tokens.k_pre.reshape(batch, 1, -1)
-        a, missing = low_rank.project(flat, state["basis"])
-        residual = low_rank.missed_share(flat, missing)[:, 0]
+        a = low_rank.project(flat, state["basis"])
+        lack, residual = low_rank.missing(flat, a, state["basis"])
+        lack, residual = lack[:, 0], residual[:, 0]
         used, rank = state["rank_used"], a.shape[2]
         rounding = 8 * float(jnp.finfo(state.dtype("basis")).eps)
         grows = tokens.is_real[:, 0] & (residual > rounding) & (used < rank)
-        norm = jnp.linalg.norm(missing[:, 0], axis=-1, keepdims=True)  # [B, 1]
-        direction = missing[:, 0] / jnp.where(norm > 0, norm, 1.0)
+        norm = jnp.linalg.norm(lack, axis=-1, keepdims=True)  # [B, 1]
+        direction = lack / jnp.where(norm > 0, norm, 1.0)
         row, place = rows_of(batch), jnp.where(grows, used, rank)
         state = state.put("basis", (row, slice(None), place), direction)
         state = state.replace(rank_used=used + grows.astype(jnp.int32))
