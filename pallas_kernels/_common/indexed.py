@@ -61,7 +61,13 @@ def spread(numbers: jax.Array, width: int) -> jax.Array:
     return plgpu.layout_cast(wide, layout(width))
 
 
-def take(ref: Any, indices: tuple[jax.Array, ...], width: int | None = None) -> Any:
+def take(
+    ref: Any,
+    indices: tuple[jax.Array, ...],
+    width: int | None = None,
+    *,
+    cached: bool = True,
+) -> Any:
     """Reads one piece at each index.
 
     Args:
@@ -69,6 +75,8 @@ def take(ref: Any, indices: tuple[jax.Array, ...], width: int | None = None) -> 
       indices: i32[n] for each axis of `ref`, n a multiple of 128, in `index_layout`.
       width: values V from there on along the last axis, all in one row and aligned to
         their size; `None` reads single values.
+      cached: whether reads may go through the cache for what no kernel writes; not for
+        the host's memory.
 
     Returns:
       [n, V] in `layout(V)`, or [n].
@@ -86,7 +94,9 @@ def take(ref: Any, indices: tuple[jax.Array, ...], width: int | None = None) -> 
     def read(_, memory, *arrays):
         length = 1 if width is None else width
         kept = ir.MemRefType(memory.type).element_type
-        registers = [_load(memory, index, length, kept) for index in _indices(arrays)]
+        registers = [
+            _load(memory, index, length, kept, cached) for index in _indices(arrays)
+        ]
         found = kind.to_mgpu()
         return mgpu.FragmentedArray(
             _registers=np.array(registers, dtype=object).reshape(
@@ -171,12 +181,14 @@ def _address(memory: Any, index: tuple[Any, ...], kept: Any) -> Any:
     return mgpu.utils.getelementptr(start, [offset], kept)
 
 
-def _load(memory: Any, index: tuple[Any, ...], length: int, kept: Any) -> Any:
+def _load(
+    memory: Any, index: tuple[Any, ...], length: int, kept: Any, cached: bool
+) -> Any:
     moved = kept
     if isinstance(kept, ir.FloatType) and ir.FloatType(kept).width == 8:
         moved = ir.IntegerType.get_signless(8)  # LLVM has no such floats
     kind = ir.VectorType.get((length,), moved)
-    value = llvm.load(kind, _address(memory, index, moved), invariant=True)
+    value = llvm.load(kind, _address(memory, index, moved), invariant=cached)
     if moved != kept:
         value = vector.bitcast(ir.VectorType.get((length,), kept), value)
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ PIECE_BYTES = 16  # what a thread reads at once
 # while one answer comes, over all blocks.
 FLIGHT_BYTES = 8 * 1024
 MAX_ROW_BYTES = 16 * 1024  # registers
+MAX_PIECES = 8  # of a thread, of rows that a warpgroup does not share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,19 +34,11 @@ class Config:
     rows: int = 4
 
     def __post_init__(self):
-        if self.blocks < 1 or not 1 <= self.rows <= 16:
+        if self.blocks < 1 or not 1 <= self.rows <= 128:
             raise ValueError(
                 f"blocks={self.blocks} and rows={self.rows}, allowed are at least 1, "
-                "and 1 to 16"
+                "and 1 to 128"
             )
-
-
-# What a tuning run tries.
-CANDIDATES = tuple(
-    Config(blocks=blocks, rows=rows)
-    for blocks in (8, 16, 32, 64, 132)
-    for rows in (2, 4, 8, 16)
-)
 
 
 def piece(dim: int, dtype: Any) -> int:
@@ -57,12 +51,44 @@ def piece(dim: int, dtype: Any) -> int:
     return 0
 
 
+def short_piece(dim: int, dtype: Any) -> int:
+    """Values that a thread reads at once of a row that 128 threads cannot share.
+
+    Returns:
+      0 if rows are no multiple of 4 bytes, or of values that have no select.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    values = PIECE_BYTES // itemsize if itemsize > 1 else 0
+    while values * itemsize >= 4:
+        if dim % values == 0:
+            return values
+        values //= 2
+    return 0
+
+
+def short_rows(dim: int, dtype: Any) -> int:
+    """Rows of a step, such that threads have equal shares of such rows."""
+    return WARPGROUP // math.gcd(WARPGROUP, dim // short_piece(dim, dtype))
+
+
+def candidates(dim: int, dtype: Any) -> list[Config]:
+    """What a tuning run tries for rows of `dim` values."""
+    rows = (2, 4, 8, 16) if piece(dim, dtype) else (short_rows(dim, dtype),)
+    return [
+        Config(blocks=blocks, rows=count)
+        for blocks in (8, 16, 32, 64, 132)
+        for count in rows
+    ]
+
+
 def row_bytes(dim: int, dtype: Any) -> int:
     return dim * jnp.dtype(dtype).itemsize
 
 
 def heuristic(dim: int, dtype: Any) -> Config:
     """The way for rows that were not measured."""
+    if not piece(dim, dtype):
+        return Config(rows=short_rows(dim, dtype))
     rows = FLIGHT_BYTES // row_bytes(dim, dtype)
     return Config(rows=max(1, min(8, rows)))
 
@@ -85,10 +111,18 @@ def refusal(num_rows: int, dim: int, dtype: Any, lookups: int) -> str | None:
     """Why the kernel cannot gather rows of [num_rows, dim], `None` if it can."""
     if not num_rows or not lookups:
         return f"{num_rows} rows and {lookups} lookups, the kernel takes one or more"
-    if not dim or not piece(dim, dtype):
+    if not dim or not (piece(dim, dtype) or short_piece(dim, dtype)):
         return (
-            f"rows of {dim} are no multiple of the {WARPGROUP} threads that share one"
+            f"rows of {dim} {jnp.dtype(dtype).name} are no multiple of the {WARPGROUP} "
+            "threads that share one, nor of 4 bytes of wider values"
         )
+    if not piece(dim, dtype):
+        pieces = short_rows(dim, dtype) * dim // short_piece(dim, dtype) // WARPGROUP
+        if pieces > MAX_PIECES:
+            return (
+                f"a step of rows of {dim} gives a thread {pieces} pieces, its "
+                f"registers hold {MAX_PIECES}"
+            )
     if (size := row_bytes(dim, dtype)) > MAX_ROW_BYTES:
         return f"a row of {size} bytes is more than the {MAX_ROW_BYTES} of registers"
     return None

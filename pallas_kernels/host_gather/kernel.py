@@ -4,6 +4,9 @@ The table stays where it is. A warpgroup shares a row, 16 bytes a thread at most
 has several rows on their way before it needs the first; a few blocks together keep the
 link full, as each answer takes long but the link holds many. No copy engine, no thread
 of the host and no second buffer has a part in it.
+
+Rows that 128 threads cannot share, of 160 bytes say, are read several at a time: each
+thread has pieces of 16 bytes of them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.host_gather.config import Config, piece
+from pallas_kernels._common import indexed
+from pallas_kernels.host_gather.config import Config, piece, short_piece
 
 
 def _host_gather_kernel(
@@ -52,6 +56,32 @@ def _host_gather_kernel(
     lax.fori_loop(0, count, step, 0)
 
 
+def _host_gather_short_kernel(
+    table_ref, ids_ref, out_ref, *, num_rows: int, groups: int, config: Config
+):
+    block, blocks = lax.axis_index("block"), min(config.blocks, groups)
+    width = out_ref.shape[1]
+    row_pieces = table_ref.shape[1] // width
+    pieces = config.rows * row_pieces
+    number = indexed.iota(pieces)
+    lookup = lax.div(number, jnp.int32(row_pieces))
+    column = (number - lookup * row_pieces) * width
+
+    def step(i, carry):
+        group = block + i * blocks
+        ids = indexed.take(ids_ref, (group * config.rows + lookup,))
+        is_row = (ids >= 0) & (ids < num_rows)
+        place = jnp.where(is_row, ids, 0)
+        values = indexed.take(table_ref, (place, column), width, cached=False)
+        zero = jnp.zeros((), values.dtype)
+        values = jnp.where(indexed.spread(is_row, width), values, zero)
+        out_ref.at[pl.ds(group * pieces, pieces)][...] = values
+        return carry
+
+    count = lax.div(groups - 1 - block + blocks, jnp.int32(blocks))
+    lax.fori_loop(0, count, step, 0)
+
+
 def host_gather(config: Config, table: jax.Array, ids: jax.Array) -> jax.Array:
     """Launches the gather.
 
@@ -63,18 +93,23 @@ def host_gather(config: Config, table: jax.Array, ids: jax.Array) -> jax.Array:
     Returns:
       [M, d] on the device.
     """
-    lookups, out_type = ids.shape[0], (ids.shape[0], table.shape[1])
+    lookups, dim = ids.shape[0], table.shape[1]
+    shape, kernel = (lookups, dim), _host_gather_kernel
+    if not piece(dim, table.dtype):
+        width = short_piece(dim, table.dtype)
+        shape = (lookups * dim // width, width)
+        kernel = _host_gather_short_kernel
     if lookups % config.rows:
         raise ValueError(
             f"{lookups} lookups are no multiple of the {config.rows} rows of a step"
         )
     groups = lookups // config.rows
     body: Any = functools.partial(
-        _host_gather_kernel, num_rows=table.shape[0], groups=groups, config=config
+        kernel, num_rows=table.shape[0], groups=groups, config=config
     )
-    return plgpu.kernel(
+    rows = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(out_type, table.dtype),
+        out_type=jax.ShapeDtypeStruct(shape, table.dtype),
         grid=(min(config.blocks, groups),),
         grid_names=("block",),
         kernel_name="pk_host_gather",
@@ -83,3 +118,4 @@ def host_gather(config: Config, table: jax.Array, ids: jax.Array) -> jax.Array:
             unsafe_no_auto_barriers=True,  # threads share nothing
         ),
     )(table, ids)
+    return rows.reshape(lookups, dim)

@@ -85,6 +85,23 @@ SPECS = (
         missing=True,
     ),
     Spec(
+        name="ci_160_bytes",
+        tag="ci",
+        num_rows=9,
+        dim=80,
+        lookups=(70, 2),
+        dtype="bfloat16",
+        missing=True,
+    ),
+    Spec(
+        name="160_bytes",
+        tag="model",
+        num_rows=100_000,
+        dim=80,
+        lookups=(512, 16),
+        missing=True,
+    ),
+    Spec(
         name="beyond_31_bits",
         tag="model",
         num_rows=2_200_000,
@@ -109,7 +126,12 @@ SPECS = (
             dim=dim,
             lookups=(lookups,),
         )
-        for dim, lookups in ((128, 262_144), (256, 131_072), (512, 65_536))
+        for dim, lookups in (
+            (80, 262_144),
+            (128, 262_144),
+            (256, 131_072),
+            (512, 65_536),
+        )
     ),
     Spec(
         name="rows_of_2048_bytes",

@@ -22,7 +22,7 @@ def sweeps(spec: specs.Spec) -> Iterator[sweep.Sweep]:
         key=config.table_key(spec.dim, spec.dtype),
         tilings=[
             reading
-            for reading in config.CANDIDATES
+            for reading in config.candidates(spec.dim, spec.dtype)
             if size * reading.rows <= config.MAX_ROW_BYTES
             and spec.lookups[0] % reading.rows == 0
         ],

@@ -111,7 +111,8 @@ def test_caller_errors_name_the_value(table, ids, message):
 @pytest.mark.parametrize(
     ("shape", "dtype", "lookups", "message"),
     [
-        ((7, 80), "bfloat16", 3, "rows of 80"),
+        ((7, 80), "uint8", 3, "rows of 80 uint8"),
+        ((7, 5), "bfloat16", 3, "rows of 5 bfloat16"),
         ((7, 16384), "bfloat16", 3, "32768 bytes"),
         ((0, 128), "float32", 3, "0 rows"),
         ((7, 128), "float32", 0, "0 lookups"),
@@ -134,7 +135,7 @@ def test_none_keeps_xla_until_a_row_was_measured():
 
 def test_impossible_ways_to_read_are_refused():
     with pytest.raises(ValueError, match="allowed are"):
-        config.Config(rows=17)
+        config.Config(rows=129)
     with pytest.raises(ValueError, match="allowed are"):
         config.Config(blocks=0)
 

@@ -14,7 +14,7 @@ from pallas_kernels._common.interpret import interpreted
 OPS = {
     "engram_gate": "ci_f16",
     "engram_gather": "ci_f16",
-    "host_gather": "ci_8_bits",
+    "host_gather": "ci_8_bits",  # of 40 lookups: steps that divide them
     "segment_sum": "ci_one_strip",
 }
 
