@@ -53,9 +53,11 @@ def choose(
     else:
         streams, dim = h.shape[2:]
         out = h.dtype if dtype is None else dtype
+        bwd = None
+        if configs.refusal(1, streams, dim, h.dtype, out, "bwd") is None:
+            bwd = configs.pick(streams, dim, h.dtype, out, "bwd")
         kernels = configs.Kernels(
-            fwd=configs.pick(streams, dim, h.dtype, out, "fwd"),
-            bwd=configs.pick(streams, dim, h.dtype, out, "bwd"),
+            fwd=configs.pick(streams, dim, h.dtype, out, "fwd"), bwd=bwd
         )
     return select(
         "engram_gate", implementation, refused, only_named=_ONLY_NAMED, config=kernels
@@ -88,7 +90,7 @@ def _mosaic_refusal(h: Any, kv: Any, dtype: DTypeLike | None) -> str | None:
     if out not in (jnp.dtype(jnp.float32), jnp.dtype(h.dtype)):
         return f"dtype={out}, the kernels take float32 or h.dtype={h.dtype}"
     batch, time, streams, dim = h.shape
-    return configs.refusal(batch * time, streams, dim, h.dtype, out)
+    return configs.refusal(batch * time, streams, dim, h.dtype, out, "fwd")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +207,7 @@ def _gate_fwd(options: Options, h, kv, gain, is_live):
 def _gate_bwd(options: Options, residuals, cotangents):
     h, kv, gain, is_live = residuals
     dy, dgate = cotangents
-    if options.kernels is None:
+    if options.kernels is None or options.kernels.bwd is None:
         grads = xla.backward(h, kv, gain, is_live, dy, dgate, **options.formula())
         return *grads, None
     plan = _plan(options, h, is_live, options.kernels.bwd)

@@ -15,8 +15,9 @@ PIECE_BYTES = 16  # what a thread reads at once
 
 STREAMS = (1, 2, 4)
 DTYPES = ("float32", "bfloat16", "float16")
-# Of a token that one thread has: it keeps the gain's, or those of its gradient.
-MAX_ELEMENTS = 80
+# Of a token that one thread has: it keeps the gain's, or those of its gradient beside
+# what it computes with.
+MAX_ELEMENTS = {"fwd": 160, "bwd": 80}
 BARRIER_BYTES = 2048  # with room for reductions
 
 
@@ -42,13 +43,13 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The tiling of each direction."""
+    """The tiling of each direction; without one XLA computes the gradient."""
 
     fwd: Config
-    bwd: Config
+    bwd: Config | None
 
     def __str__(self) -> str:
-        return f"forward {self.fwd}, backward {self.bwd}"
+        return f"forward {self.fwd}, backward {self.bwd or 'xla'}"
 
 
 def threads(streams: int) -> int:
@@ -129,9 +130,9 @@ def pick(streams: int, dim: int, dtype: Any, out_dtype: Any, direction: str) -> 
 
 
 def refusal(
-    tokens: int, streams: int, dim: int, dtype: Any, out_dtype: Any
+    tokens: int, streams: int, dim: int, dtype: Any, out_dtype: Any, direction: str
 ) -> str | None:
-    """Why the kernels cannot run [tokens, streams, dim], `None` if they can."""
+    """Why a kernel cannot run [tokens, streams, dim], `None` if it can."""
     name = jnp.dtype(dtype).name
     if name not in DTYPES:
         return f"h.dtype={name}, the kernels take {', '.join(DTYPES)}"
@@ -146,13 +147,14 @@ def refusal(
         )
     if (row := dim * jnp.dtype(dtype).itemsize) % 128:
         return f"a row of {row} bytes is no multiple of 128, as copies need"
-    if (elements := streams * dim // WARPGROUP) > MAX_ELEMENTS:
+    elements, most = streams * dim // WARPGROUP, MAX_ELEMENTS[direction]
+    if elements > most:
         return (
             f"{streams} streams of {dim} are {elements} elements for each thread, "
-            f"their registers hold {MAX_ELEMENTS}"
+            f"their registers hold {most}"
         )
-    need = stage_bytes(streams, dim, dtype, out_dtype, "bwd")
-    need += fixed_bytes(streams, dim, "bwd")
+    need = stage_bytes(streams, dim, dtype, out_dtype, direction)
+    need += fixed_bytes(streams, dim, direction)
     if need > (room := hw.device().smem_bytes):
         return f"a token takes {need} bytes of shared memory, a block has {room}"
     return None

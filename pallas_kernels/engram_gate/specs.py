@@ -119,6 +119,7 @@ SPECS = (
         dim=2560,
         out_dtype="float32",
     ),
+    Spec(name="deepseek_v41", tag="model", batch=1, time=300, streams=4, dim=5120),
     Spec(name="one_stream", tag="model", batch=2, time=300, streams=1, dim=2048),
     Spec(name="engram_27b", tag="perf", batch=8, time=8192, streams=4, dim=2560),
     Spec(
@@ -130,6 +131,7 @@ SPECS = (
         dim=2560,
         dead=0.1,
     ),
+    Spec(name="deepseek_v41", tag="perf", batch=2, time=8192, streams=4, dim=5120),
     Spec(name="one_stream", tag="perf", batch=8, time=8192, streams=1, dim=2048),
 )
 

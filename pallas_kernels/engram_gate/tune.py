@@ -30,6 +30,8 @@ def sweeps(spec: specs.Spec) -> Iterator[sweep.Sweep]:
 
     for direction in ("fwd", "bwd"):
         call = (spec.streams, spec.dim, spec.dtype, out, direction)
+        if config.refusal(1, *call) is not None:
+            continue
         room = hw.device().smem_bytes
         fixed, stage = (
             config.fixed_bytes(*call[:2], direction),

@@ -158,7 +158,9 @@ def lowered(spec):
     op = functools.partial(engram_gate, implementation="mosaic")
     step = jax.jit(specs.run(spec, op, backward=True))
     text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return "pk_engram_gate_fwd" in text and "pk_engram_gate_bwd" in text
+    call = (spec.streams, spec.dim, spec.dtype, spec.options()["dtype"])
+    has_bwd = config.refusal(1, *call, "bwd") is None
+    return "pk_engram_gate_fwd" in text and has_bwd == ("pk_engram_gate_bwd" in text)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_caller_errors_name_the_value(arguments, message):
     [
         (3, 256, "G=3"),
         (4, 96, "D=96"),
-        (4, 5120, "160 elements"),
+        (4, 7680, "240 elements"),
         (4, 32, "32 threads"),
     ],
 )
@@ -229,6 +231,18 @@ def test_what_the_kernels_cannot_do_is_said(streams, dim, message):
     scale = jax.ShapeDtypeStruct((streams, dim), jnp.float32)
     with hw.assume(), pytest.raises(NotImplementedError, match=message):
         api.choose(h, kv, scale, scale, implementation="mosaic")
+
+
+def test_wide_streams_leave_the_gradient_to_xla(monkeypatch):
+    spec = CI["ci_dead"]
+    monkeypatch.setitem(config.MAX_ELEMENTS, "bwd", 1)
+    args = jax.jit(spec.arguments)(jax.random.key(6))
+    with hw.assume(SMALL), interpreted():
+        kernels = api.choose(*args[:4], implementation="mosaic").config
+        assert kernels.bwd is None
+        assert "backward xla" in str(kernels)
+        got = results(spec, args, "mosaic")
+    assert_results(spec, got, expected(spec, args))
 
 
 def test_none_keeps_xla_until_a_row_was_measured():
