@@ -45,10 +45,7 @@ from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
 from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
-from pallas_kernels.gated_delta_rule.kernel_grads import (
-    decay_gradient,
-    document_bounds,
-)
+from pallas_kernels.gated_delta_rule.kernel_grads import document_bounds
 from pallas_kernels.ssd.config_mosaic import SPAN, STATE_DIM, Shapes
 
 
@@ -250,23 +247,25 @@ def _head_columns(
     gates = slot["gates"].at[HERE]
     state, d_state = (slot["edges"].at[i, columns] for i in range(2))
 
+    def product(values, edge, along):
+        """Rows of values @ edge, and of each its product with the row of `along`."""
+        read = tc.mma((values, edge))
+        return read, jnp.sum(read * tc.load(along).astype(jnp.float32), axis=1)
+
     enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
-    entering = tc.mma((slot["dy"], state)) * tc.per_row(enter, SQUARE)
-    read_along = tc.load(slot["c"].at[columns]).astype(jnp.float32)
-    total = jnp.sum(entering * read_along, axis=1)
-    dc = dc + entering
+    read, along_c = product(slot["dy"], state, slot["c"].at[columns])
+    dc = dc + read * tc.per_row(enter, SQUARE)
 
     leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
     step = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
-    leaving = tc.mma((slot["x"], d_state)) * tc.per_row(leave, SQUARE)
-    written_along = tc.load(slot["b"].at[columns]).astype(jnp.float32)
-    by_step = jnp.sum(leaving * written_along, axis=1)
-    db = db + leaving * tc.per_row(step, SQUARE)
+    read, along_b = product(slot["x"], d_state, slot["b"].at[columns])
+    db = db + read * tc.per_row(leave * step, SQUARE)
+    by_step = leave * along_b
     at_exit = by_step * step
 
     kept = tc.load(state).astype(jnp.float32) * tc.load(d_state).astype(jnp.float32)
     kept = jnp.sum(kept, axis=1) * gates[Gate.ENTER, CHUNK - 1]
-    table.at[TOTAL + columns][...] = total - at_exit
+    table.at[TOTAL + columns][...] = enter * along_c - at_exit
     table.at[EXIT + columns][...] = at_exit + kept
     table.at[STEP + columns][...] = by_step
     return db, dc
@@ -321,13 +320,50 @@ def _columns(
     plgpu.wait_smem_to_gmem(0)
 
 
+def _decay_gradient(
+    gates: Any,
+    tokens: Any,
+    index: tuple[jax.Array, jax.Array],
+    d_total: jax.Array,
+    at_exit: jax.Array,
+) -> jax.Array:
+    """dg of each token.
+
+    Args:
+      gates: f32[len(Gate), C] in shared memory.
+      tokens: f32[C] in shared memory, 0 to C - 1.
+      index: row and column index of each element of [C, C].
+      d_total: `PER_COLUMN`, gradient of the sum of decays up to each token.
+      at_exit: `PER_COLUMN`, its sum is the gradient of the sum up to the chunk's exit.
+
+    Returns:
+      f32[C], `PER_ROW`.
+    """
+    row, column = index
+    starts, last_start = document_bounds(gates)
+    later = (row <= column) & (row > tc.per_column(starts, SQUARE))
+    terms = jnp.sum(jnp.where(later, tc.per_column(d_total, SQUARE), 0.0), axis=1)
+    exits = jnp.sum(tc.per_column(at_exit, SQUARE), axis=1)
+    token = tc.load(tokens, tc.PER_ROW)
+    return terms + jnp.where(token > last_start.astype(jnp.float32), exits, 0.0)
+
+
+def _diagonal(index: tuple[jax.Array, jax.Array], square: jax.Array) -> jax.Array:
+    """The diagonal of f32[C, C], `PER_ROW`."""
+    return jnp.sum(jnp.where(index[0] == index[1], square, 0.0), axis=1)
+
+
 def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
     """Warpgroup for what is summed over pairs of tokens, and for ds, dg and dd."""
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
-    index = tc.square_indices(CHUNK)
-    row, column = index
+    row, column = tc.square_indices(CHUNK)
+    index = row, column
 
-    def head_step(place, turn, member, pairs):
+    def products(turn):
+        b, c = (smem[name].at[_parity(turn)] for name in KEYS)
+        return tc.mma(*((c.at[i], b.at[i].T) for i in range(2)))
+
+    def head_step(place, turn, own, member, pairs):
         at = _parity(turn * shapes.group + member)
         plgpu.barrier_wait(smem["full"].at[at])
         gates, table = smem["gates"].at[at, HERE], smem["sums"].at[at]
@@ -336,18 +372,20 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         def write(name, value):
             outputs[name].at[item, place.inside][...] = value
 
+        def step():
+            return tc.load(gates.at[Gate.BETA], tc.PER_COLUMN)
+
         d_scores = tc.mma((smem["dy"].at[at], smem["x"].at[at].T))
-        write("dd", jnp.sum(jnp.where(row == column, d_scores, 0.0), axis=1))
+        on_diagonal = _diagonal(index, d_scores)
+        write("dd", on_diagonal)
         d_scores = d_scores * decay_matrix(gates, index)
-        step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
-        pairs = pairs + d_scores * step
-        b, c = (smem[name].at[_parity(turn)] for name in KEYS)
-        d_scores = d_scores * tc.mma(*((c.at[i], b.at[i].T) for i in range(2)))
+        pairs = pairs + d_scores * tc.per_column(step(), SQUARE)
+        # Multiplied again for each head: registers are scarcer than products.
+        d_scores = d_scores * products(turn)
+        d_scores = jnp.where(row == column, 0.0, d_scores)
         table.at[TO_STEPS][...] = jnp.sum(d_scores, axis=0)
-        step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
-        d_scores = jnp.where(column < row, d_scores * step, 0.0)
-        to_columns = jnp.sum(d_scores, axis=0)
-        table.at[TO_ROWS][...] = jnp.sum(d_scores, axis=1)
+        to_rows = jnp.sum(d_scores * tc.per_column(step(), SQUARE), axis=1)
+        table.at[TO_ROWS][...] = to_rows
         plgpu.commit_smem()
         plgpu.barrier_wait(smem["summed"].at[at])
 
@@ -356,12 +394,13 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
                 table.at[first + 1], layout
             )
 
-        write("dstep", load(STEP, tc.PER_ROW) + tc.load(table.at[TO_STEPS], tc.PER_ROW))
-        d_total = load(TOTAL, tc.PER_COLUMN) - to_columns
+        d_step = load(STEP, tc.PER_ROW) + tc.load(table.at[TO_STEPS], tc.PER_ROW)
+        write("dstep", d_step + on_diagonal * own)
+        to_steps = tc.load(table.at[TO_STEPS], tc.PER_COLUMN)
+        d_total = load(TOTAL, tc.PER_COLUMN) - to_steps * step()
         d_total = d_total + tc.load(table.at[TO_ROWS], tc.PER_COLUMN)
         at_exit = load(EXIT, tc.PER_COLUMN)
-        bounds = document_bounds(gates)
-        write("dg", decay_gradient(index, bounds, d_total, at_exit))
+        write("dg", _decay_gradient(gates, smem["tokens"], index, d_total, at_exit))
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["free"].at[at])
         return pairs
@@ -369,7 +408,9 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
     def turn_step(turn, carry):
         place = _Turn(shapes, turn)
         plgpu.barrier_wait(smem["keys_full"].at[_parity(turn)])
-        step = functools.partial(head_step, place, turn)
+        # The decay from a token to itself is 1 in every head.
+        own = _diagonal(index, products(turn))
+        step = functools.partial(head_step, place, turn, own)
         pairs = lax.fori_loop(0, shapes.group, step, zeros)
 
         @pl.when(turn > 0)
@@ -381,6 +422,10 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         plgpu.barrier_arrive(smem["pairs_full"])
         return carry
 
+    smem["tokens"][...] = plgpu.broadcasted_iota(
+        jnp.int32, (CHUNK,), 0, layout=tc.PER_ROW
+    ).astype(jnp.float32)
+    plgpu.commit_smem()
     lax.fori_loop(0, turns, turn_step, None)
     plgpu.barrier_wait(smem["pairs_free"])
 
@@ -417,6 +462,7 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         "pairs": tiles(),
         "gates": plgpu.SMEM((2, 2, len(Gate), CHUNK), jnp.float32),
         "sums": plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
+        "tokens": plgpu.SMEM((CHUNK,), jnp.float32),
         "keys_full": plgpu.Barrier(num_arrivals=2 * len(KEYS), num_barriers=2),
         "keys_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "beside_full": plgpu.Barrier(num_arrivals=2),
