@@ -154,7 +154,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
 
 @pytest.mark.parametrize(
     "chunks, heads, groups, segments, dtype",
-    [(3, 2, 1, 1, "bfloat16"), (6, 2, 1, 3, "float16"), (2, 4, 2, 1, "bfloat16")],
+    [(6, 2, 1, 3, "float16"), (2, 4, 2, 1, "bfloat16")],
 )
 def test_all_gradients_are_those_of_the_recurrence(
     chunks, heads, groups, segments, dtype
