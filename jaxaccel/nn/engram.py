@@ -18,6 +18,7 @@ from jaxaccel.nn.linear import Linear
 from pallas_kernels.engram_gate import engram_gate as take_gated
 from pallas_kernels.engram_gather import engram_gather
 from pallas_kernels.engram_hash import empty_history, engram_hash
+from pallas_kernels.host_gather import host_gather
 
 
 # No table has this row: a lookup of it gives NaN.
@@ -209,6 +210,35 @@ class GatheredRows(nnx.Module):
             )
         slots = self.slots[...]
         return engram_gather(self.rows[...], slots, implementation=implementation)
+
+
+class HostRows(nnx.Module):
+    """Takes an `EngramTable`'s place where the table stays in the host's memory.
+
+    The device reads the rows of a lookup when it gets there, within the program that
+    looks up: the host neither hashes nor gathers.
+
+    Attributes:
+      rows: [rows, d] in the memory kind "pinned_host".
+    """
+
+    def __init__(self, rows: jax.Array, *, implementation: Implementations = None):
+        """Holds the table.
+
+        Args:
+          rows: the table.
+          implementation: of the lookup.
+        """
+        self.rows = TableRows(rows)
+        self.read_by = implementation_of("host_gather", implementation)
+
+    def __call__(self, ids: jax.Array, implementation: Any = None) -> jax.Array:
+        """As `EngramTable`; `implementation` is that of tables on the device."""
+        del implementation
+        table = self.rows[...]
+        rows = host_gather(table, ids, implementation=self.read_by)
+        is_row = (ids >= 0) & (ids < table.shape[0])
+        return jnp.where(is_row[..., None], rows, jnp.array(jnp.nan, rows.dtype))
 
 
 def engram_gate(

@@ -2,8 +2,9 @@
 
 The rows that a batch reads follow from its tokens alone. `HostEngramMemory.prefetch`
 hashes on the host and starts the gathers of all layers, the earliest first, before the
-model runs; `with_rows` puts what came into the tables' places. It stands alone for now:
-nothing in the library calls it.
+model runs; `with_rows` puts what came into the tables' places. `with_host_tables`
+leaves all of it to the device, which reads single rows over the link. They stand alone
+for now: nothing in the library calls them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from flax import nnx
 
 from jaxaccel.core.host_table import Fetch, TableStore
 from jaxaccel.data.compressed_vocab import CompressedVocabulary
-from jaxaccel.nn.engram import GatheredRows
+from jaxaccel.nn.engram import GatheredRows, HostRows
 from jaxaccel.nn.engram_config import EngramConfig
+from jaxaccel.nn.implementation import Implementations
 from pallas_kernels.engram_hash import hash_on_host
 
 
@@ -144,4 +146,25 @@ def with_rows(model: Any, rows: Rows) -> Any:
     model = nnx.merge(graphdef, state)
     for engram, (own, slots) in zip(model.memory.layers, rows, strict=True):
         engram.table = GatheredRows(own, slots)
+    return model
+
+
+def with_host_tables(
+    model: Any, tables: Sequence[jax.Array], *, implementation: Implementations = None
+) -> Any:
+    """The decoder whose tables the device reads in the host's memory, row by row.
+
+    Args:
+      model: a `Decoder` with a memory; its tables are dropped, not changed.
+      tables: one [rows, d] for each layer with a memory, in the memory kind
+        "pinned_host".
+      implementation: of `pallas_kernels.host_gather`.
+
+    Returns:
+      A copy of the model that shares all other arrays.
+    """
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, state)
+    for engram, rows in zip(model.memory.layers, tables, strict=True):
+        engram.table = HostRows(rows, implementation=implementation)
     return model

@@ -9,8 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxaccel.data.batch import packing_metadata
-from jaxaccel.nn.engram import Engram, GatheredRows
+from jaxaccel.nn.engram import Engram, GatheredRows, HostRows
 from jaxaccel.nn.engram_config import EngramConfig
+from jaxaccel.nn.engram_host import with_host_tables
+from jaxaccel.nn.engram_memory import EngramMemory
 from pallas_kernels._common import hw
 from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.interpret import interpreted
@@ -67,3 +69,49 @@ def test_kernels_give_what_xla_gives(build, variant, step):
     for what, got, want in zip(names, results["mosaic"], results["xla"], strict=True):
         assert_close(got, want, rel=2e-5, name=what)
         assert np.asarray(want).any()
+
+
+def tables_of(memory, kind):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    return [jax.device_put(e.table.rows[...], place) for e in memory.layers]
+
+
+class Model(nnx.Module):
+    """What `with_host_tables` needs of a decoder."""
+
+    def __init__(self, rngs):
+        self.memory = EngramMemory(CONFIG, 30, D, rngs=rngs)
+
+
+@jax.jit
+def added(model, x, tokens):
+    meta = packing_metadata(tokens.shape)
+    return model.memory.read(tokens, meta).add(0, x)
+
+
+def test_a_table_in_the_host_s_memory_gives_the_same_bits(build):
+    model = build(Model)
+    x = jax.random.normal(jax.random.key(0), (1, 3, G, D))
+    tokens = jnp.array([[5, 29, 5]], jnp.int32)
+    want = added(model, x, tokens)
+    assert np.asarray(want - x).any()
+    served = with_host_tables(model, tables_of(model.memory, "pinned_host"))
+    table = served.memory.layers[0].table.rows[...]
+    assert table.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(added(served, x, tokens), want)
+    # The interpreter has no memory of the host.
+    tables = tables_of(model.memory, "device")
+    with interpreted():
+        served = with_host_tables(
+            model, tables, implementation=(("host_gather", "mosaic"),)
+        )
+        np.testing.assert_array_equal(added(served, x, tokens), want)
+    with pytest.raises(ValueError, match="shorter"):
+        with_host_tables(model, [])
+
+
+def test_a_row_that_there_is_not_is_nan_as_on_the_device():
+    rows = jnp.ones((4, 8))
+    ids = jnp.array([[[0, 4, -1, 2**31 - 1]]], jnp.int32)
+    missing = np.isnan(np.asarray(HostRows(rows)(ids))).all(axis=-1)
+    assert missing.tolist() == [[[False, True, True, True]]]
