@@ -277,7 +277,7 @@ class Attention(nnx.Module):
             cache = cache.append(k, v, meta, length)
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.
-            where = {
+            where: dict[str, Any] = {
                 "q_segment_ids": meta.is_real.astype(jnp.int32),
                 "kv_segment_ids": (cache.positions >= 0).astype(jnp.int32),
                 "q_positions": meta.positions,
