@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import pathlib
 import statistics
 import tempfile
@@ -12,17 +10,10 @@ from typing import Any
 
 from jaxaccel.benchmarks import results
 from jaxaccel.benchmarks.step import add_options
+from jaxaccel.benchmarks.trained import throughput, train_once
 from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.models.describe import describe
-from jaxaccel.training.loop import train
 from pallas_kernels._common.bench import digits, stamp
-
-
-def _throughput(workdir: pathlib.Path) -> float:
-    """Median tokens a second over a run's progress rows, the first one left out."""
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
-    speeds = [row["tokens_per_second"] for row in rows if row["kind"] == "train"]
-    return statistics.median(speeds[1:] or speeds)
 
 
 def measure(
@@ -43,18 +34,9 @@ def measure(
     heldout, speeds = [], []
     experiment = load_experiment([gin_file], bindings)
     for seed in seeds:
-        config = dataclasses.replace(experiment.train, seed=seed)
-        with tempfile.TemporaryDirectory() as folder:
-            workdir = pathlib.Path(folder) / "run"
-            outcome = train(
-                config,
-                experiment.model,
-                experiment.data,
-                workdir,
-                corpus_dir=corpus_dir,
-            )
-            heldout.append(outcome.final_eval["nats_per_byte"])
-            speeds.append(_throughput(workdir))
+        outcome, rows = train_once(experiment, seed, corpus_dir)
+        heldout.append(outcome.final_eval["nats_per_byte"])
+        speeds.append(throughput(rows))
     config = experiment.model.decoder()
     about = describe(config, experiment.data.seq_len)
     batch = experiment.data.batch_size * experiment.data.seq_len

@@ -21,9 +21,8 @@ from typing import Any
 from jaxaccel.benchmarks import results
 from jaxaccel.benchmarks.guards import implementations_used
 from jaxaccel.benchmarks.step import add_options
+from jaxaccel.benchmarks.trained import throughput, train_once
 from jaxaccel.config.gin_utils import load_experiment
-from jaxaccel.training.loop import train
-from jaxaccel.training.metrics import read_metrics
 from pallas_kernels._common.bench import digits, stamp
 from pallas_kernels._common.dispatch import recorded_choices
 
@@ -73,27 +72,27 @@ def run_once(
     seed: int,
     corpus_dir: pathlib.Path,
 ) -> Run:
-    """Trains once; the corpus is kept in `corpus_dir`."""
+    """Trains once; the corpus is kept in `corpus_dir`.
+
+    Raises:
+      ValueError: a loss that was logged is not finite.
+    """
     experiment = load_experiment(list(gin_files), list(bindings))
-    config = dataclasses.replace(experiment.train, seed=seed)
-    with tempfile.TemporaryDirectory() as folder, recorded_choices() as choices:
-        workdir = pathlib.Path(folder) / "run"
-        outcome = train(
-            config, experiment.model, experiment.data, workdir, corpus_dir=corpus_dir
-        )
-        rows = [row for row in read_metrics(workdir) if row["kind"] == "train"]
+    with recorded_choices() as choices:
+        outcome, rows = train_once(experiment, seed, corpus_dir)
     curves = {"step": [row["step"] for row in rows]}
     for name in KEPT:
         values = [row.get(name) for row in rows]
         if all(value is not None for value in values):
             curves[name] = [digits(value, 5) for value in values]
-    speeds = [row["tokens_per_second"] for row in rows]
+    if "nats_per_token" not in curves:
+        raise ValueError(f"{variant}: a loss that was logged is not finite")
     return Run(
         variant=variant,
         seed=seed,
         curves=curves,
         heldout=outcome.final_eval["nats_per_byte"],
-        tokens_per_s=statistics.median(speeds[1:] or speeds),
+        tokens_per_s=throughput(rows),
         runs=implementations_used(choices),
     )
 
@@ -129,8 +128,21 @@ def summarise(runs: Sequence[Run], workload: str) -> list[dict[str, Any]]:
     Returns:
       A row per run. "apart" is the distance from the first run, "noise" the least
       distance between seeds of the first variant, `None` with one seed, and
-      "within_noise" whether "apart" is no more than that.
+      "within_noise" whether "apart" is no more than that; where it is not, there is
+      no "tokens_per_s".
+
+    Raises:
+      ValueError: two variants ran the same program, so one is held against itself.
     """
+    programs: dict[str, Mapping[str, str]] = {}
+    for run in runs:
+        for variant, program in programs.items():
+            if variant != run.variant and program == run.runs:
+                raise ValueError(
+                    f"variants {variant!r} and {run.variant!r} ran the same "
+                    f"implementations: {dict(program)}"
+                )
+        programs[run.variant] = run.runs
     first = runs[0]
     seeds = [run for run in runs if run.variant == first.variant]
     between = [distance(a, b) for i, a in enumerate(seeds) for b in seeds[i + 1 :]]
@@ -139,6 +151,8 @@ def summarise(runs: Sequence[Run], workload: str) -> list[dict[str, Any]]:
     for run in runs:
         other = run.variant != first.variant
         apart = distance(first, run) if other else None
+        comparable = apart is not None and noise is not None
+        agrees = apart <= noise if comparable else None
         rows.append(
             {
                 "op": "curves",
@@ -147,12 +161,10 @@ def summarise(runs: Sequence[Run], workload: str) -> list[dict[str, Any]]:
                 "seed": run.seed,
                 "steps": run.curves["step"][-1],
                 "heldout": digits(run.heldout, 5),
-                "tokens_per_s": digits(run.tokens_per_s),
+                "tokens_per_s": None if agrees is False else digits(run.tokens_per_s),
                 "apart": None if apart is None else digits(apart),
                 "noise": None if noise is None else digits(noise),
-                "within_noise": None
-                if apart is None or noise is None
-                else apart <= noise,
+                "within_noise": agrees,
                 "runs": dict(run.runs),
                 "curves": {name: list(x) for name, x in run.curves.items()},
             }

@@ -258,16 +258,15 @@ def prepare(
         ours = dict.fromkeys(names, refused)
     else:
         for name in names:
-            with _turn(name):
-                ours[name] = _made(functools.partial(_ours, case, name), args)
+            ours[name] = _made(functools.partial(_ours, case, name), args)
             done(name)
         for name, make in case.peers.items():
             if name in peers and name not in ours:
-                with _turn(name):
-                    rivals[name] = _made(make, args, rival=True)
+                rivals[name] = _made(make, args, rival=True)
                 done(name)
-    steps = (f"{b[0]} {b[1] - a[1]:.0f} s" for a, b in itertools.pairwise(laps))
-    print(f"{case.workload}: ready after {', '.join(steps)}", flush=True)
+    steps = [f"{b[0]} {b[1] - a[1]:.0f} s" for a, b in itertools.pairwise(laps)]
+    if steps:
+        print(f"{case.workload}: ready after {', '.join(steps)}", flush=True)
     return Prepared(
         case=case,
         picked=case.picked(),
@@ -278,12 +277,17 @@ def prepare(
     )
 
 
-def _turn(name: str) -> contextlib.AbstractContextManager[None]:
-    """Keeps measurements waiting while a contender compiles, unless it is a kernel.
+def _compile(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Compiles a contender, and keeps measurements waiting if that tries variants.
 
-    XLA and most peers try variants on the card; a Mosaic kernel is compiled only.
+    XLA tunes products and calls of libraries on the card; a program of Mosaic kernels
+    and loops alone is compiled on the host only.
     """
-    return contextlib.nullcontext() if name == "mosaic" else timing.together()
+    lowered = jax.jit(fn).lower(*args)
+    text = lowered.as_text()
+    tuned = any(word in text for word in ("dot_general", "convolution", "cudnn"))
+    with timing.together() if tuned else contextlib.nullcontext():
+        return lowered.compile()
 
 
 def measure_prepared(prepared: Prepared, limits: Ceilings) -> Iterator[dict[str, Any]]:
@@ -359,9 +363,10 @@ def _made(
         fn, version = make()
         if isinstance(fn, TimedPeer):
             timed: Any = fn
-            timed.results(args)  # it compiles and tunes on first use
+            with timing.together():
+                timed.results(args)  # it compiles and tunes on first use
         else:
-            timed = _Compiled(jax.jit(fn).lower(*args).compile())
+            timed = _Compiled(_compile(fn, args))
     except UnknownImplementation as error:
         return _Run({}, version, f"did not run: {error}", unknown=True)
     except failures as error:
@@ -419,6 +424,7 @@ def _row(case, limits, picked, name, ours, peer, theirs, cache) -> dict[str, Any
         "peer_ms": _digits(peer_ms),
         "ratio": _digits(peer_ms / ms if ms and peer_ms else None),
         "timer": time.timer if time else None,
+        "peer_timer": peer_time.timer if peer_time else None,
         "cache": cache,
         "picked": picked,
         "note": "; ".join(filter(None, notes)),

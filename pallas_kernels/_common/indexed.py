@@ -202,7 +202,9 @@ def _take_interpreted(ref: Any, indices: Any, width: int | None) -> jax.Array:
     # Outside of the array lies what no test takes for right; NaN may be.
     is_float = jnp.issubdtype(ref.dtype, jnp.floating)
     least = float(jnp.finfo(ref.dtype).min) if is_float else jnp.iinfo(ref.dtype).min
-    return jnp.take(whole, start, mode="fill", fill_value=least)
+    return whole.at[start].get(
+        mode="fill", fill_value=least, wrap_negative_indices=False
+    )
 
 
 def _flat(shape: tuple[int, ...], indices: Any) -> jax.Array:

@@ -80,3 +80,8 @@ def main(
             if (found := best(sweep, args)) is not None:
                 entries[sweep.key] = found
                 tuning.write(options.json, about, entries)
+    if not entries:
+        parser.error(
+            f"nothing was measured: no spec of {options.specs!r} is called "
+            f"{options.names!r}, or no tiling was right"
+        )

@@ -55,10 +55,10 @@ def _locked(how: int) -> Iterator[None]:
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """Keeps other processes off the card, if `DEVICE_LOCK` names a file.
+    """One process measures at a time, if `DEVICE_LOCK` names a file.
 
-    Compiling takes far longer than measuring, so several processes compile side by
-    side and measure one at a time. Must not be nested.
+    Compiling takes far longer than measuring, so others go on compiling meanwhile, as
+    long as that needs nothing of the card. Must not be nested.
     """
     return _locked(fcntl.LOCK_EX)
 

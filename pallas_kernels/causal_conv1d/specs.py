@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._common import timing
+from pallas_kernels._common import timing, torch_peer
 
 
 if TYPE_CHECKING:
@@ -267,31 +266,6 @@ class _Fla:
         host = (x.detach().float().cpu().numpy() for x in (y, last))
         return tuple(jnp.asarray(x, args[0].dtype) for x in host)
 
-    def measure(
-        self, args: tuple[jax.Array, ...], runs: int = 20
-    ) -> list[timing.Timing]:
-        """Times calls with events; the median of each cache state."""
-        torch, call = self._torch, self._call(args)
-        flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        for _ in range(3):  # what is tuned or compiled on first use
-            call()
-
-        def once(before: Callable[[], Any]) -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before()
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            return start.elapsed_time(end)
-
-        # A call before the timed one hides the host's part of the launch.
-        before = {"warm": call, "cold": flush.zero_}
-        return [
-            timing.Timing(
-                ms=statistics.median(once(what) for _ in range(runs)),
-                timer="cuda events",
-                cache=cache,
-            )
-            for cache, what in before.items()
-        ]
+    def measure(self, args: tuple[jax.Array, ...]) -> list[timing.Timing]:
+        """Times it; see `torch_peer.measure`."""
+        return torch_peer.measure(self._call(args))

@@ -480,9 +480,10 @@ def launch(
       blocks: how many items there are.
       out_type: its outputs.
       scratch: shared memory and barriers.
-      auto_barriers: as for `tensor_core.params`. The passes of this op need none: they
-        write to shared memory what only products and copies read, after
-        `commit_smem`, and again after a barrier that stands for those.
+      auto_barriers: as for `tensor_core.params`. The passes of this op need none: what
+        they write to shared memory is read after `commit_smem`, and written again
+        after a barrier. Q and the inverse are overwritten in place, by the warp that
+        read those rows: loads and stores of this layout stay in a warp's 16 rows.
 
     Returns:
       The outputs.

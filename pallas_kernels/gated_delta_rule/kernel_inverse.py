@@ -313,6 +313,7 @@ def prepare(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_prepare",
-        # Each place in shared memory is written once, but for the two that take turns.
+        # Each place in shared memory is written once, but for the two that take turns
+        # and that of the keys, which takes the result after barriers of the steps.
         compiler_params=tc.params(auto_barriers=False),
     )(k, g, beta, start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._common import timing
+from pallas_kernels._common import timing, torch_peer
 from pallas_kernels.gated_delta_rule.config_mosaic import Config
 
 
@@ -347,44 +346,6 @@ class _Fla:
         last = states[-args[0].shape[0] :].transpose(-1, -2)
         return tuple(jnp.asarray(x.detach().float().cpu().numpy()) for x in (o, last))
 
-    def measure(
-        self, args: tuple[jax.Array, ...], runs: int = 20
-    ) -> list[timing.Timing]:
-        """Times the replay of a CUDA graph, or calls if it cannot be captured."""
-        torch = self._torch
-        call, timer = self._call(args), "cuda graph"
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):  # what is tuned or compiled on first use
-            for _ in range(3):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        replay = graph.replay
-        try:
-            with torch.cuda.graph(graph):
-                call()
-        except RuntimeError:
-            torch.cuda.synchronize()
-            replay, timer = call, "cuda events"
-
-        flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-        def once(before: Callable[[], Any]) -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before()
-            start.record()
-            replay()
-            end.record()
-            torch.cuda.synchronize()
-            return start.elapsed_time(end)
-
-        # A call before the timed one hides the host's part of the launch.
-        before = {"warm": replay, "cold": flush.zero_}
-        return [
-            timing.Timing(
-                ms=statistics.median(once(what) for _ in range(runs)),
-                timer=timer,
-                cache=cache,
-            )
-            for cache, what in before.items()
-        ]
+    def measure(self, args: tuple[jax.Array, ...]) -> list[timing.Timing]:
+        """Times it; see `torch_peer.measure`."""
+        return torch_peer.measure(self._call(args))

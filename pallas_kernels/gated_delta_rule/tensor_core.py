@@ -36,11 +36,11 @@ def params(
     """Compiler options of all kernels.
 
     Args:
+      reduction_bytes: shared memory that column sums exchange values through. There
+        is one such place in a block: two warpgroups must not take them at a time.
       auto_barriers: whether the compiler puts a barrier before and after each write to
         memory. A kernel needs none if `commit_smem` stands between all writes and what
         other warps read there, and before what they read is written again.
-      reduction_bytes: shared memory that column sums exchange values through. There
-        is one such place in a block: two warpgroups must not take them at a time.
     """
     # The default semantics takes minutes to infer layouts for bodies of this size.
     return plgpu.CompilerParams(
