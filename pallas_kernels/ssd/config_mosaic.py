@@ -14,6 +14,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
 HEAD_DIM = 64  # V, rows of a state and of a wgmma
 STATE_DIM = 128  # N
 HEADS = 2  # of one group that a block carries, a warpgroup each
+HEAD_TILE = 64  # heads that `kernel_prepare` has at a time
 SPAN = 2  # chunks between states that the gradient kernels hand each other
 CHUNK_SIZES = (CHUNK, SPAN * CHUNK)  # that a caller may ask for
 STATE_SHAPE = (HEAD_DIM, STATE_DIM)
@@ -79,6 +80,11 @@ class Shapes:
     def items(self) -> int:
         """Rows times heads."""
         return self.batch * self.heads
+
+    @property
+    def padded_heads(self) -> int:
+        """Heads in the table of factors, those behind H without a meaning."""
+        return -(-self.heads // HEAD_TILE) * HEAD_TILE
 
     @property
     def pairs(self) -> int:

@@ -155,9 +155,10 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
             plgpu.barrier_wait(smem["free"].at[slot])
 
         gates = smem["gates"].at[slot]
+        factors = place.row * shapes.padded_heads + head
         for at, chunk in ((HERE, place.chunk), (BESIDE, place.beside(place.chunk))):
             plgpu.copy_gmem_to_smem(
-                sources["gates"].at[item, chunk], gates.at[at], full
+                sources["gates"].at[factors, chunk], gates.at[at], full
             )
         for (i, name), half in itertools.product(enumerate(EDGES), range(2)):
             plgpu.copy_gmem_to_smem(
@@ -483,7 +484,7 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
     Args:
       shapes: sizes of the call.
       sources: b, c [B T, G, N]; x, dy [B T, H, V]; states, d_states
-        [B H, T / 128, V, N]; gates f32[B H, T / C, len(Gate), C].
+        [B H, T / 128, V, N]; gates f32[B H', T / C, len(Gate), C].
 
     Returns:
       db, dc like b; dstep, dg (of natural logarithms) and dd, what each token adds to

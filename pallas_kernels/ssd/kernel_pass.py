@@ -125,6 +125,10 @@ class Place:
     def item(self, index: Any) -> jax.Array:
         return self.row * self.shapes.heads + self.head(index)
 
+    def factors(self, index: Any) -> jax.Array:
+        """Where a head is in the table of factors."""
+        return self.row * self.shapes.padded_heads + self.head(index)
+
     def tokens(self, chunk: Any) -> Any:
         return pl.ds(self.row * self.shapes.time + chunk * CHUNK, CHUNK)
 
@@ -142,8 +146,8 @@ def _feed(
     Args:
       shapes: sizes of the call.
       way: the order of the chunks.
-      sources: b, c [B T, G, N]; x, dy [B T, H, V]; gates f32[B H, T / C, len(Gate), C]:
-        those that the kernel reads, in device memory.
+      sources: b, c [B T, G, N]; x, dy [B T, H, V]; gates
+        f32[B H', T / C, len(Gate), C]: those that the kernel reads, in device memory.
       ring: the same names with `stages` slots in shared memory; barriers full, free.
       place: of the block.
       stages: slots of the ring.
@@ -164,7 +168,7 @@ def _feed(
                 continue
             for h in range(HEADS):
                 if name == "gates":
-                    piece = source.at[place.item(h), chunk]
+                    piece = source.at[place.factors(h), chunk]
                 else:
                     piece = source.at[tokens, place.head(h)]
                 plgpu.copy_gmem_to_smem(piece, to.at[h], full)

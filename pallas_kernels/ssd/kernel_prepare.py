@@ -1,13 +1,16 @@
 """Mosaic GPU kernel that turns step sizes into the factors of a chunk's tokens.
 
 The table is that of the gated delta rule (`Gate`), with the step size as the writing
-strength. A warpgroup has one chunk of one head: its sums over the chunk are sums of one
-sign from a document's start, each made of its own terms, and no differences.
+strength. Its sums run over the tokens of a document in a chunk, each made of its own
+terms of one sign. They are the same tokens in all heads, so a warpgroup has a chunk of
+64 heads and multiplies a matrix of zeros and ones with their log decays, which it cuts
+into three numbers of 16 bits each, so that no bit of them is lost.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +18,54 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, Gate
-from pallas_kernels.gated_delta_rule.kernel_inverse import decay_rows
-from pallas_kernels.ssd.config_mosaic import Shapes
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
+from pallas_kernels.ssd.config_mosaic import HEAD_TILE, Shapes
 
 
-def _prepare_kernel(g_ref, step_ref, start_ref, gates_ref, *, shapes: Shapes):
-    block, head = tc.split_index(lax.axis_index("block"), shapes.heads)
+PARTS = 3  # bf16 numbers of 8 bits each that an f32 number is the sum of
+
+
+def _prepare_kernel(
+    g_ref, step_ref, start_ref, gates_ref, *, parts, staging, shapes: Shapes
+):
+    tiles = shapes.padded_heads // HEAD_TILE
+    block, tile = tc.split_index(lax.axis_index("block"), tiles)
     row, chunk = tc.split_index(block, shapes.chunks)
-    item, inside = row * shapes.heads + head, pl.ds(chunk * CHUNK, CHUNK)
-    total, enter, leave, start = decay_rows(
-        g_ref.at[item, inside],
-        start_ref.at[row, inside],
-        start_ref[row, chunk * CHUNK + (CHUNK - 1)],
-        tc.square_indices(CHUNK),
-    )
-    step = tc.load_global(step_ref.at[item, inside], tc.PER_ROW)
-    gates = gates_ref.at[item, chunk]
-    gates.at[Gate.TOTAL][...] = total
-    gates.at[Gate.ENTER][...] = enter
-    gates.at[Gate.LEAVE][...] = leave
-    gates.at[Gate.BETA][...] = step
-    gates.at[Gate.START][...] = start
+    inside = pl.ds(chunk * CHUNK, CHUNK)
+    here = (pl.ds(block * CHUNK, CHUNK), pl.ds(tile * HEAD_TILE, HEAD_TILE))
+    rest = tc.load_global(g_ref.at[here])  # [C, 64 heads]
+    for i in range(PARTS):
+        part = rest.astype(jnp.bfloat16)
+        parts.at[i][...] = part
+        rest = rest - part.astype(jnp.float32)
+    plgpu.commit_smem()
+    later, earlier = tc.square_indices(CHUNK)
+    start = tc.load_global(start_ref.at[row, inside], tc.PER_ROW)
+    begin = tc.per_row(start, SQUARE)
+
+    def summed(tokens: jax.Array) -> jax.Array:
+        ones = jnp.where(tokens, 1.0, 0.0).astype(jnp.bfloat16)
+        return tc.mma(*((ones, parts.at[i]) for i in range(PARTS)))
+
+    # A document's first token has nothing to decay, hence ">" and not ">=".
+    total = summed((earlier <= later) & (earlier > begin))
+    remaining = summed(earlier > later)
+    last_start = start_ref[row, chunk * CHUNK + (CHUNK - 1)]
+    table = {
+        Gate.TOTAL: total,
+        Gate.ENTER: jnp.where(begin < 0, jnp.exp2(total), 0.0),
+        Gate.LEAVE: jnp.where(begin == last_start, jnp.exp2(remaining), 0.0),
+        Gate.BETA: tc.load_global(step_ref.at[here]),
+        Gate.START: begin.astype(jnp.float32),
+    }
+    for gate, value in table.items():
+        tc.store_transposed(staging.at[:, int(gate)], value)
+    plgpu.commit_smem()
+    items = pl.ds((row * tiles + tile) * HEAD_TILE, HEAD_TILE)
+    plgpu.copy_smem_to_gmem(staging, gates_ref.at[items, chunk])
+    plgpu.wait_smem_to_gmem(0)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -49,22 +77,29 @@ def prepare(
 
     Args:
       shapes: sizes of the call.
-      g: f32[B H, T], log decay in base 2, from -160 to 0.
-      step: f32[B H, T], step sizes.
+      g: f32[B T, H'], log decay in base 2, from -160 to 0, of `padded_heads`.
+      step: f32[B T, H'], step sizes.
       start: i32[B, T] from `document_starts`.
 
     Returns:
-      f32[B H, T / C, len(Gate), C]: what `Gate` lists, chunk by chunk.
+      f32[B H', T / C, len(Gate), C]: what `Gate` lists, chunk by chunk.
     """
+    scratch: dict[str, Any] = {
+        "parts": tc.operand(PARTS, CHUNK, HEAD_TILE, dtype=jnp.bfloat16),
+        "staging": plgpu.SMEM((HEAD_TILE, len(Gate), CHUNK), jnp.float32),
+    }
+    hw.check_smem(tc.shared_bytes(scratch), "pk_ssd_prepare")
+    items = shapes.batch * shapes.padded_heads
     return plgpu.kernel(
         functools.partial(_prepare_kernel, shapes=shapes),
         out_type=jax.ShapeDtypeStruct(
-            (shapes.items, shapes.chunks, len(Gate), CHUNK), jnp.float32
+            (items, shapes.chunks, len(Gate), CHUNK), jnp.float32
         ),
-        grid=(shapes.items * shapes.chunks,),
+        grid=(items // HEAD_TILE * shapes.chunks,),
         grid_names=("block",),
         num_threads=1,
         thread_name="warpgroup",
+        scratch_types=scratch,
         kernel_name="pk_ssd_prepare",
         compiler_params=tc.params(),
     )(g, step, start)

@@ -26,9 +26,10 @@ from pallas_kernels.ssd.kernel_pass import BACKWARD, FORWARD, chunk_fwd, segment
 from pallas_kernels.ssd.kernel_prepare import prepare
 
 
-def _by_head(shapes: Shapes, x: jax.Array) -> jax.Array:
-    """[B, T, H] to [B H, T]: a chunk of one head becomes contiguous."""
-    return jnp.swapaxes(x, 1, 2).reshape(shapes.items, shapes.time)
+def _table_of(shapes: Shapes, x: jax.Array) -> jax.Array:
+    """[B, T, H] to [B T, H'], with zeros for the heads that `prepare` has besides."""
+    missing = shapes.padded_heads - shapes.heads
+    return _flat(jnp.pad(x, ((0, 0), (0, 0), (0, missing))))
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -39,7 +40,8 @@ def _flat(x: jax.Array) -> jax.Array:
 def _through(shapes: Shapes, gates: jax.Array) -> jax.Array:
     """What is left of a state after each segment, f32[S, B H]."""
     across = jnp.prod(gates[:, :, Gate.ENTER, CHUNK - 1], axis=1)
-    across = across.reshape(-1, shapes.segments, shapes.heads)
+    across = across.reshape(-1, shapes.segments, shapes.padded_heads)
+    across = across[:, :, : shapes.heads]
     return jnp.moveaxis(across, 1, 0).reshape(shapes.segments, -1)
 
 
@@ -95,8 +97,8 @@ def _rule(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
 
 
 def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
-    g2 = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
-    gates = prepare(shapes, g2, _by_head(shapes, step), start)
+    g2 = jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E
+    gates = prepare(shapes, _table_of(shapes, g2), _table_of(shapes, step), start)
     gates = checkpoint_name(gates, "ssd_gates")
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
     entries = _entries(shapes, sources, _flat(state))

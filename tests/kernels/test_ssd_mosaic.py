@@ -13,13 +13,15 @@ from running import jit
 from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
+from pallas_kernels.gated_delta_rule import document_starts
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, Gate
 from pallas_kernels.ssd import choose, specs, ssd
 from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
     STATE_DIM,
     Config,
     plan_segments,
+    shapes_of,
 )
 
 
@@ -96,6 +98,36 @@ gradients = jit(rule_with_gradients, static_argnums=(3, 4))
 def assert_all_close(got, want, names=NAMES):
     for name, a, b in zip(names, got, want, strict=True):
         assert_close(a, b, rel=LIMITS[name], name=name)
+
+
+def test_factors_are_sums_over_a_document_of_any_size():
+    """Log decays from none to the floor side by side, in float64 by hand."""
+    from pallas_kernels.ssd import kernel_prepare
+
+    rng = np.random.default_rng(0)
+    x, _, _, b, *_ = arguments(time=2 * CHUNK)
+    shapes = shapes_of(x, b)
+    sizes = (2 * CHUNK, shapes.padded_heads)
+    g = -rng.choice(np.float32([0, 1e-4, 0.3, 7.7, 158.7]), sizes, p=[0.2] * 5)
+    step = rng.uniform(0, 2, sizes).astype(np.float32)
+    is_first = first(1, 2 * CHUNK, (0, 5), (0, CHUNK + 30), (0, CHUNK + 31))
+    starts = document_starts(is_first, CHUNK)
+    with interpreted():
+        table = jit(kernel_prepare.prepare, static_argnums=0)(shapes, g, step, starts)
+    assert table.shape == (shapes.padded_heads, 2, len(Gate), CHUNK)
+    for head, chunk in ((0, 0), (1, 1), (63, 1)):
+        at = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        decay, begin = g[at, head].astype(np.float64), np.asarray(starts)[0, at]
+        total = np.array([decay[begin[i] + 1 : i + 1].sum() for i in range(CHUNK)])
+        left = np.array([decay[i + 1 :].sum() for i in range(CHUNK)])
+        got = table[head, chunk]
+        np.testing.assert_allclose(got[Gate.TOTAL], total, rtol=2e-6)
+        enter = np.where(begin < 0, 2.0**total, 0)
+        leave = np.where(begin == begin[-1], 2.0**left, 0)
+        np.testing.assert_allclose(got[Gate.ENTER], enter, atol=2e-6)
+        np.testing.assert_allclose(got[Gate.LEAVE], leave, atol=2e-6)
+        np.testing.assert_array_equal(got[Gate.BETA], step[at, head])
+        np.testing.assert_array_equal(got[Gate.START], begin)
 
 
 @pytest.mark.parametrize(
