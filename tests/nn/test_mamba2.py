@@ -249,7 +249,7 @@ def test_one_token_runs_what_many_do(time):
         meta = packing_metadata((1, time), cached_length=length)
         return module(x, meta, module.init_cache(1, 8, jnp.float32), length)
 
-    with pytest.raises(NotImplementedError, match="ssd: .* cannot run this call"):
+    with pytest.raises(NotImplementedError, match=r"ssd: .* cannot run this call"):
         jax.eval_shape(call, jax.ShapeDtypeStruct((1, time, 4), jnp.float32))
 
 
