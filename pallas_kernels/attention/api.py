@@ -21,6 +21,7 @@ def choose(
     *,
     q_positions: Any = None,
     scale: float | None = None,
+    config: config_mosaic.Config | None = None,
     implementation: Implementation | None = None,
     **options: Any,
 ) -> Choice:
@@ -28,14 +29,23 @@ def choose(
 
     Args:
       q, k, v: arrays or `jax.ShapeDtypeStruct`, as for `attention`.
-      q_positions, scale: as for `attention`.
+      q_positions, scale, config: as for `attention`.
       implementation: the one asked for.
       **options: the other keywords of `attention`.
 
     Returns:
       The choice.
+
+    Raises:
+      ValueError: `config` is given and an implementation that has none is named.
+      NotImplementedError: the named implementation cannot run this call.
     """
     del options  # "xla" and "reference" run everything that passes the checks.
+    if config is not None and implementation in ("xla", "reference"):
+        raise ValueError(
+            f'config={config} is for "mosaic", implementation={implementation!r} has '
+            "none"
+        )
     refused = {}
     if not (hw.is_hopper() or interpret.is_interpreting()):
         refused["mosaic"] = (
@@ -52,12 +62,9 @@ def choose(
         has_positions=q_positions is not None,
     ):
         refused["mosaic"] = reason
-    return select(
-        "attention",
-        implementation,
-        refused,
-        config=None if refused else config_mosaic.pick(head_dim=q.shape[3]),
-    )
+    if not refused and config is None:
+        config = config_mosaic.pick(head_dim=q.shape[3])
+    return select("attention", implementation, refused, config=config)
 
 
 def _check_pair(
@@ -170,6 +177,7 @@ def attention(
     logit_cap: float | None = None,
     scale: float | None = None,
     bounds: Any = None,
+    config: config_mosaic.Config | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Softmax attention with grouped kv heads over packed or cached rows.
@@ -197,6 +205,8 @@ def attention(
       bounds: the `TileBounds` that `tile_bounds` made of the mask, so that layers
         share it. "mosaic" takes the mask from there and from nowhere else, and makes
         it if `None`; the others take the mask from the arguments above.
+      config: launch parameters of "mosaic"; `None` for those of the head dim. Where
+        `bounds` are given, the blocks are theirs.
       implementation: "mosaic", "xla", "reference" or `None`.
 
     Returns:
@@ -223,6 +233,7 @@ def attention(
         logit_cap=logit_cap,
         scale=scale,
         bounds=bounds,
+        config=config,
         implementation=implementation,
     )[0]
 
@@ -243,6 +254,7 @@ def attention_with_lse(
     logit_cap: float | None = None,
     scale: float | None = None,
     bounds: Any = None,
+    config: config_mosaic.Config | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention`, and the logarithm of what its softmax divides by.
@@ -269,7 +281,11 @@ def attention_with_lse(
     if logit_cap is not None and logit_cap <= 0:
         raise ValueError(f"logit_cap is {logit_cap}, expected more than 0")
     choice = choose(
-        q, k, v, q_positions=q_positions, scale=scale, implementation=implementation
+        *(q, k, v),
+        q_positions=q_positions,
+        scale=scale,
+        config=config,
+        implementation=implementation,
     )
     ids: dict[str, Any] = {
         "q_segment_ids": q_segment_ids,

@@ -14,6 +14,7 @@ from pallas_kernels._common import tuning
 ROWS = 64  # rows of a wgmma: what one warpgroup has of a block
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
+BACKWARDS = ("recomputed", "stored")
 
 # Registers per thread of each warpgroup, by the number of computing ones; the last
 # one copies. 512 in all is what a block has.
@@ -38,6 +39,16 @@ class Config:
         dk and one dv, which leaves room for head dim 256.
       dkv_step_q, dkv_stages: queries per step of the dk, dv kernel, and steps in
         shared memory.
+      backward: "recomputed", or "stored" for a dk, dv kernel that writes dS to device
+        memory and a dq kernel that only multiplies it with K (`kernel_bwd_stored`).
+        It runs where dS of one row and kv head are within `scores_bytes`, else the
+        other one does.
+      scores_bytes: what dS may take in device memory at a time; below 4 GiB, as
+        elements have 32-bit indices.
+      scores_slots: places of a tile of dS that each warpgroup writes from.
+      scores_heads: query heads of one kv head that a block of that dq kernel has, at
+        most; they share its tiles of K.
+      scores_stages: steps of it in shared memory, at most: less where fewer fit.
     """
 
     warpgroups: int = 2
@@ -51,6 +62,11 @@ class Config:
     block_kv: int = 128
     dkv_step_q: int = 64
     dkv_stages: int = 3
+    backward: str = "recomputed"
+    scores_bytes: int = 9 << 28
+    scores_slots: int = 1
+    scores_heads: int = 2
+    scores_stages: int = 5
 
     @property
     def block_q(self) -> int:
@@ -74,7 +90,21 @@ class Config:
                 f"dkv_step_q={self.dkv_step_q}, allowed are divisors of the "
                 f"{self.block_q} queries of a block"
             )
-        for name, least in (("slots", 2), ("dq_slots", 2), ("dkv_stages", 1)):
+        if self.backward not in BACKWARDS:
+            raise ValueError(
+                f"backward={self.backward!r}, allowed are {', '.join(BACKWARDS)}"
+            )
+        if self.backward == "stored" and self.dkv_step_q != ROWS:
+            raise ValueError(
+                f"dkv_step_q={self.dkv_step_q}, backward='stored' has {ROWS}"
+            )
+        if not 0 < self.scores_bytes < 1 << 32:
+            raise ValueError(
+                f"scores_bytes={self.scores_bytes}, allowed are 1 to {(1 << 32) - 1}"
+            )
+        leasts = {"slots": 2, "dq_slots": 2, "dkv_stages": 1, "scores_stages": 1}
+        leasts |= {"scores_slots": 1, "scores_heads": 1}
+        for name, least in leasts.items():
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name}={value}, allowed are {least} and more")
 

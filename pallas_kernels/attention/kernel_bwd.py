@@ -22,6 +22,7 @@ because a sum over blocks of keys has no fixed order within one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -52,13 +53,13 @@ DKV_WARPGROUPS = 2
 
 def _weights(
     plan: Plan, scores: jax.Array, lse: jax.Array, allowed: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """P, and what else multiplies the gradient of a score."""
+) -> tuple[jax.Array, jax.Array]:
+    """P, and what dP - delta is multiplied with: P too, or P and the cap's slope."""
     scores, ratio = capped(plan, scores)
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
     p = jnp.exp2(scores * plan.exponent - lse)
-    return p, None if ratio is None else 1.0 - ratio * ratio
+    return p, p if ratio is None else p * (1.0 - ratio * ratio)
 
 
 def _unknown_zero(plan: Plan, step: jax.Array) -> jax.Array | int:
@@ -67,14 +68,9 @@ def _unknown_zero(plan: Plan, step: jax.Array) -> jax.Array | int:
     Addresses that depend on it are computed where they are used. Known ones would all
     be computed before the loop and be spilled there.
     """
-    short = plan.head_dim == 256 or plan.logit_cap is not None
+    stores = plan.config.backward == "stored" and plan.head_dim == 128
+    short = plan.head_dim == 256 or plan.logit_cap is not None or stores
     return jnp.minimum(step, 0) if short else 0
-
-
-def _score_gradient(p, slope, d_weights, delta):
-    """dS before the factor scale, f32."""
-    d_scores = p * (d_weights - delta)
-    return d_scores if slope is None else d_scores * slope
 
 
 def _attention_dq_kernel(refs, smem, *, plan):
@@ -140,8 +136,8 @@ def _attention_dq_kernel(refs, smem, *, plan):
             def body(scores, d_weights, dq):
                 tc.mma(scores, q, k.T)
                 tc.mma(d_weights, do, v.T)
-                p, slope = _weights(plan, tc.read(scores, pending=1), lse, allowed)
-                d_scores = _score_gradient(p, slope, tc.read(d_weights), delta)
+                _, factor = _weights(plan, tc.read(scores, pending=1), lse, allowed)
+                d_scores = factor * (tc.read(d_weights) - delta)
                 tc.give_back(ring["free"].at[v_slot])
                 tc.mma(dq, d_scores.astype(plan.dtype), k)
                 return tc.read(dq)
@@ -170,7 +166,7 @@ def _dkv_step(plan, smem, keys, slot, low_key, masked):
       masked: whether the step needs the mask.
 
     Returns:
-      A function of S^T that gives P^T and the slope, and the operands.
+      A function of S^T that gives what `_weights` does, and the operands.
     """
     ring = smem["ring"]
     shape = (ROWS, plan.config.dkv_step_q)
@@ -201,17 +197,18 @@ def _both_sums(plan, smem, keys, low_key, each_step):
     """dK and dV of 64 keys in one warpgroup."""
     shape = (ROWS, plan.config.dkv_step_q)
 
-    def step(slot, zero, sums, masked):
+    def step(slot, zero, sums, masked, keep):
         weights, of = _dkv_step(plan, smem, keys + zero, slot, low_key, masked)
 
         def body(scores, d_weights, dk, dv):
             tc.mma(scores, of["k"], of["q"].T)
             tc.mma(d_weights, of["v"], of["do"].T)
-            p, slope = weights(tc.read(scores, pending=1))
+            p, factor = weights(tc.read(scores, pending=1))
             tc.mma(dv, p.astype(plan.dtype), of["do"])
             d_weights = tc.read(d_weights, pending=1)
-            d_scores = _score_gradient(p, slope, d_weights, of["delta"]())
-            tc.mma(dk, d_scores.astype(plan.dtype), of["q"])
+            d_scores = (factor * (d_weights - of["delta"]())).astype(plan.dtype)
+            tc.mma(dk, d_scores, of["q"])
+            keep(d_scores)
             return tc.read(dk), tc.read(dv)
 
         return tc.accumulate(body, shape, shape, *sums)
@@ -223,7 +220,8 @@ def _both_sums(plan, smem, keys, low_key, each_step):
 def _sum_of_dv(plan, smem, low_key, each_step):
     shape = (ROWS, plan.config.dkv_step_q)
 
-    def step(slot, zero, dv, masked):
+    def step(slot, zero, dv, masked, keep):
+        del keep  # dS is the other warpgroup's.
         weights, of = _dkv_step(plan, smem, zero, slot, low_key, masked)
 
         def body(scores, dv):
@@ -240,15 +238,17 @@ def _sum_of_dv(plan, smem, low_key, each_step):
 def _sum_of_dk(plan, smem, low_key, each_step):
     shape = (ROWS, plan.config.dkv_step_q)
 
-    def step(slot, zero, dk, masked):
+    def step(slot, zero, dk, masked, keep):
         weights, of = _dkv_step(plan, smem, zero, slot, low_key, masked)
 
         def body(scores, d_weights, dk):
             tc.mma(scores, of["k"], of["q"].T)
             tc.mma(d_weights, of["v"], of["do"].T)
-            p, slope = weights(tc.read(scores, pending=1))
-            d_scores = _score_gradient(p, slope, tc.read(d_weights), of["delta"]())
-            tc.mma(dk, d_scores.astype(plan.dtype), of["q"])
+            _, factor = weights(tc.read(scores, pending=1))
+            d_weights = tc.read(d_weights)
+            d_scores = (factor * (d_weights - of["delta"]())).astype(plan.dtype)
+            tc.mma(dk, d_scores, of["q"])
+            keep(d_scores)
             return tc.read(dk)
 
         return tc.accumulate(body, shape, shape, dk)
@@ -256,13 +256,48 @@ def _sum_of_dk(plan, smem, low_key, each_step):
     return each_step(step, tc.full((ROWS, plan.head_dim), 0.0, tc.MATRIX))
 
 
-def _attention_dkv_kernel(refs, smem, *, plan):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which part of dk and dv a block has.
+
+    Attributes:
+      row, kv_head: of the outputs.
+      row_in, kv_head_in: of the inputs, whose parts the outputs may be.
+      block: of keys.
+    """
+
+    row: jax.Array
+    kv_head: jax.Array
+    row_in: jax.Array
+    kv_head_in: jax.Array
+    block: jax.Array
+
+
+def dkv_kernel(refs, smem, *, plan, kv_heads, keep=None):
+    """The body of the dk, dv kernel.
+
+    Args:
+      refs: as inputs and outputs of `attention_dkv`; origin i32[2] too if the outputs
+        have some rows and kv heads only, the first row and kv head.
+      smem: its scratch.
+      plan: sizes of the call.
+      kv_heads: those of the outputs.
+      keep: if given, keep(place) is called once by each warpgroup that computes, and
+        what it returns as f(warpgroup, n, head, tile, dS^T) for the n-th tile of 64
+        keys and 64 queries, `head` being that of the group.
+    """
     config = plan.config
     warpgroup = lax.axis_index("warpgroup")
     ring, stages = smem["ring"], config.dkv_stages
     halves = config.block_kv // ROWS
-    row, block, kv_head = work_item(
-        refs["order"], lax.axis_index("block"), plan.kv_heads, plan.kv_blocks
+    row_out, block, head_out = work_item(
+        refs["order"], lax.axis_index("block"), kv_heads, plan.kv_blocks
+    )
+    row, kv_head = row_out, head_out
+    if (origin := refs.get("origin")) is not None:
+        row, kv_head = row + origin[0], kv_head + origin[1]
+    place = Place(
+        row=row_out, kv_head=head_out, row_in=row, kv_head_in=kv_head, block=block
     )
     steps = span(refs["tiles"], row, block, config.dkv_step_q)
     registers = REGISTERS[DKV_WARPGROUPS]
@@ -290,6 +325,8 @@ def _attention_dkv_kernel(refs, smem, *, plan):
                     ("intervals", refs["intervals"].at[row, :, rows]),
                 )
                 copy_tile(ring, r * steps.count + i, stages, sources)
+                if keep is not None:
+                    meet_warps()
                 return carry
 
             return lax.fori_loop(0, steps.count, step, carry)
@@ -300,6 +337,7 @@ def _attention_dkv_kernel(refs, smem, *, plan):
     @pl.when(warpgroup < DKV_WARPGROUPS)
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
+        kept = None if keep is None else keep(place)
         plgpu.barrier_wait(smem["arrived"])
 
         def each_step(step, sums):
@@ -309,7 +347,12 @@ def _attention_dkv_kernel(refs, smem, *, plan):
                     slot = lax.rem(n, jnp.int32(stages))
                     plgpu.barrier_wait(ring["full"].at[slot])
                     zero = _unknown_zero(plan, steps.at(i))
-                    sums = step(slot, zero, sums, masked)
+
+                    def keep_tile(d_scores):
+                        if kept is not None:
+                            kept(warpgroup + zero, n, r, steps.at(i), d_scores)
+
+                    sums = step(slot, zero, sums, masked, keep_tile)
                     tc.give_back(ring["free"].at[slot])
                     return sums
 
@@ -317,15 +360,16 @@ def _attention_dkv_kernel(refs, smem, *, plan):
 
             return lax.fori_loop(0, plan.group, of_head, sums)
 
-        def write(name, place, half, value):
-            place[...] = value.astype(plan.dtype)
+        def write(name, staged, half, value):
+            staged[...] = value.astype(plan.dtype)
             plgpu.commit_smem()
-            target = refs[f"d{name}"].at[row, keys_of(half), kv_head]
-            plgpu.copy_smem_to_gmem(place, target)
+            target = refs[f"d{name}"].at[row_out, keys_of(half), head_out]
+            plgpu.copy_smem_to_gmem(staged, target)
 
         if halves == DKV_WARPGROUPS:
             low_key = block * config.block_kv + warpgroup * ROWS
             dk, dv = _both_sums(plan, smem, warpgroup, low_key, each_step)
+            plgpu.commit_smem()  # all warps have multiplied with k and v
             write("k", smem["k"].at[warpgroup], warpgroup, dk * plan.scale)
             write("v", smem["v"].at[warpgroup], warpgroup, dv)
         else:
@@ -345,6 +389,16 @@ def _attention_dkv_kernel(refs, smem, *, plan):
                 write("v", smem["v"].at[0], 0, dv)
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def meet_warps() -> None:
+    """Lets no warp of the copying warpgroup fall behind the one that copies.
+
+    Nobody waits for the others, and one that is two rounds of the ring behind would
+    wait for a phase that is over. Compilers add such a barrier to each copy themselves
+    unless they are told to add none.
+    """
+    plgpu.commit_smem()
 
 
 def _meet(barrier: Any) -> None:
@@ -409,6 +463,19 @@ def attention_dkv(
     Returns:
       dk and dv, like k and v; of the first `kv_blocks` blocks.
     """
+    return launch(
+        functools.partial(dkv_kernel, plan=plan, kv_heads=plan.kv_heads),
+        "pk_attention_dkv",
+        inputs,
+        {"dk": _like(inputs["k"]), "dv": _like(inputs["v"])},
+        blocks=plan.batch * plan.kv_blocks * plan.kv_heads,
+        registers=REGISTERS[DKV_WARPGROUPS],
+        scratch=dkv_scratch(plan),
+    )
+
+
+def dkv_scratch(plan: Plan) -> dict[str, Any]:
+    """Shared memory and barriers of `dkv_kernel`."""
     config, dim, dtype = plan.config, plan.head_dim, plan.dtype
     stages, step = config.dkv_stages, config.dkv_step_q
     halves = config.block_kv // ROWS
@@ -429,12 +496,4 @@ def attention_dkv(
     }
     if halves < DKV_WARPGROUPS:
         scratch["done"] = plgpu.Barrier(num_arrivals=DKV_WARPGROUPS)
-    return launch(
-        functools.partial(_attention_dkv_kernel, plan=plan),
-        "pk_attention_dkv",
-        inputs,
-        {"dk": _like(inputs["k"]), "dv": _like(inputs["v"])},
-        blocks=plan.batch * plan.kv_blocks * plan.kv_heads,
-        registers=REGISTERS[DKV_WARPGROUPS],
-        scratch=scratch,
-    )
+    return scratch

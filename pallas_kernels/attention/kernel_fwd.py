@@ -518,6 +518,7 @@ def launch(
     blocks: int,
     registers: Sequence[int],
     scratch: dict[str, Any],
+    auto_barriers: bool = True,
 ) -> Any:
     """Runs a kernel on a grid of one axis.
 
@@ -528,6 +529,7 @@ def launch(
       blocks: size of the grid.
       registers: per thread of each warpgroup.
       scratch: shared memory and barriers.
+      auto_barriers: as for `tensor_core.params`.
 
     Returns:
       The outputs, in their order.
@@ -548,5 +550,5 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=tc.params(),
+        compiler_params=tc.params(auto_barriers=auto_barriers),
     )(*inputs.values())

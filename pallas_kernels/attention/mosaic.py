@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.attention import kernel_bwd_stored
 from pallas_kernels.attention.config_mosaic import (
     Config,
     padded_length,
@@ -92,6 +93,29 @@ def by_key(bounds: TileBounds) -> dict[str, jax.Array]:
     return {"tiles": bounds.kv_tiles, "order": bounds.kv_order}
 
 
+def gradients(
+    plan: Plan, inputs: dict[str, jax.Array], bounds: TileBounds
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk and dv by the kernels that `Config.backward` names.
+
+    Args:
+      plan: sizes of the call.
+      inputs: of `backward_inputs`.
+      bounds: of the mask.
+
+    Returns:
+      Like q, k and v, of the blocks that `bounds` has.
+    """
+    parts = None
+    if plan.config.backward == "stored":
+        parts = kernel_bwd_stored.parts_of(plan, bounds)
+    if parts is not None:
+        return kernel_bwd_stored.gradients(plan, parts, inputs, bounds)
+    dq = attention_dq(plan, inputs | by_query(bounds))
+    dk, dv = attention_dkv(plan, inputs | by_key(bounds))
+    return dq, dk, dv
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, q, k, v, sinks, bounds: TileBounds):
     return _attention_forward(plan, q, k, v, sinks, bounds)[0]
@@ -108,8 +132,7 @@ def _attention_backward(plan: Plan, saved: Any, cotangents: Any):
     q, k, v, sinks, bounds, o, lse = saved
     do, d_lse = cotangents
     inputs = backward_inputs(q, k, v, o, lse, do, d_lse, bounds)
-    dq = attention_dq(plan, inputs | by_query(bounds))
-    dk, dv = attention_dkv(plan, inputs | by_key(bounds))
+    dq, dk, dv = gradients(plan, inputs, bounds)
     d_sinks = None
     if sinks is not None:
         weight = jnp.exp2(sinks[None, :, None] * LOG2_E - lse)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention.config_mosaic import tiling
+from pallas_kernels.attention.config_mosaic import pick, tiling
 from pallas_kernels.attention.tiles import TileBounds, tile_bounds
 
 
@@ -306,6 +306,15 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
     return 2 * pairs * spec.dim * (7 if backward else 2)
 
 
+# Launch parameters that no heuristic picks, measured with --peers NAME,...
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stored": {"backward": "stored"},
+    "stored_heads1": {"backward": "stored", "scores_heads": 1},
+    "stored_slots2": {"backward": "stored", "scores_slots": 2, "dkv_stages": 3},
+    "stored_stages3": {"backward": "stored", "scores_stages": 3},
+}
+
+
 def bench_cases(tag: str) -> Iterator[Case]:
     """What `python -m pallas_kernels.bench attention` measures."""
     for spec in specs(tag):
@@ -318,12 +327,20 @@ def _case(spec: Spec, backward: bool) -> Case:
     from pallas_kernels._common.bench import Case
     from pallas_kernels.attention import api
 
-    def implementation(name: Any, inside: bool = False) -> Callable[..., Any]:
-        op = functools.partial(api.attention, implementation=name)
+    def implementation(
+        name: Any, inside: bool = False, **changes: Any
+    ) -> Callable[..., Any]:
+        config = None
+        if changes:
+            config = dataclasses.replace(pick(head_dim=spec.dim), **changes)
+        op = functools.partial(api.attention, implementation=name, config=config)
         bounds = None
         if name == "mosaic" and not inside:
             bounds = bounds_of(spec, tiling(spec.dim))
         return run(spec, op, backward, bounds)
+
+    def variant(changes: dict[str, Any]) -> tuple[Callable[..., Any], str]:
+        return implementation("mosaic", **changes), jax.__version__
 
     def picked() -> str:
         arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
@@ -335,6 +352,8 @@ def _case(spec: Spec, backward: bool) -> Case:
         # What a layer costs that makes its bounds itself.
         "bounds_inside": lambda: (implementation("mosaic", True), jax.__version__),
     }
+    if backward:
+        peers |= {x: functools.partial(variant, y) for x, y in VARIANTS.items()}
     if not spec.sinks and not spec.prefix:
         peers["tokamax"] = lambda: _tokamax(spec, backward)
         # `jax.nn` has no way to tell cuDNN where the documents of a row begin.

@@ -27,8 +27,11 @@ INVALID = -1
     data_fields=(
         *("key_start", "key_stop"),
         *("q_tiles", "kv_tiles", "q_order", "kv_order"),
+        *("tile_keys", "first_pair"),
     ),
-    meta_fields=("time", "length", "block_q", "block_kv", "causal", "window"),
+    meta_fields=(
+        *("time", "length", "block_q", "block_kv", "causal", "window", "prefix"),
+    ),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileBounds:
@@ -48,9 +51,15 @@ class TileBounds:
       q_order: i32[B T' / block_q], row * blocks + block of each block of queries, the
         one with most tiles first.
       kv_order: i32[B S' / block_kv], the same for blocks of keys.
+      tile_keys: i32[B, T' / 64, 2], the first and one-past-last tile of keys that a
+        tile of 64 queries sees.
+      first_pair: i32[B, S' / block_kv]; this plus the index of a tile of queries is
+        its place in a list of all pairs of a block of keys and a tile of queries that
+        `kv_tiles` has for a row. Every tile of keys in `tile_keys` is in such a pair.
       time, length: T and S.
       block_q, block_kv: outer blocks, multiples of 64.
       causal, window: the mask's options, compared with those of the call.
+      prefix: whether there are prefixes.
     """
 
     key_start: jax.Array
@@ -59,12 +68,34 @@ class TileBounds:
     kv_tiles: jax.Array
     q_order: jax.Array
     kv_order: jax.Array
+    tile_keys: jax.Array
+    first_pair: jax.Array
     time: int
     length: int
     block_q: int
     block_kv: int
     causal: bool
     window: int | None
+    prefix: bool
+
+    @property
+    def most_pairs(self) -> int:
+        """How long the list of `first_pair` can be, whatever the documents are.
+
+        A window bounds the queries that see a block of keys from above, a causal mask
+        without prefixes from below.
+        """
+        tiles = self.key_start.shape[1] // TILE
+        total = 0
+        for begin in range(0, self.length, self.block_kv):
+            first, stop = 0, tiles
+            if self.causal and not self.prefix:
+                first = begin // TILE
+            if self.window is not None:
+                last = begin + self.block_kv + self.window - 1
+                stop = min(stop, -(-last // TILE))
+            total += max(0, stop - first)
+        return total
 
 
 def _runs(
@@ -192,9 +223,14 @@ def _q_tiles(start: jax.Array, stop: jax.Array, block: int) -> jax.Array:
     return _ranges((first, last), full)
 
 
-def _kv_tiles(start: jax.Array, stop: jax.Array, padded: int, block: int) -> jax.Array:
-    """Table of blocks of keys: all pairs of a tile of queries and a block of keys."""
-    some = _q_tiles(start, stop, TILE)  # [B, T' / TILE, 4]
+def _kv_tiles(some: jax.Array, padded: int, block: int) -> jax.Array:
+    """Table of blocks of keys: all pairs of a tile of queries and a block of keys.
+
+    Args:
+      some: i32[B, T' / TILE, 4], the table of tiles of queries.
+      padded: S'.
+      block: keys of a block.
+    """
     begin = jnp.arange(0, padded, block, dtype=jnp.int32)[None, :, None]
     begin_tile, end_tile = begin // TILE, (begin + block) // TILE
     first, last, full_first, full_last = (some[:, None, :, i] for i in range(4))
@@ -216,7 +252,15 @@ def _kv_tiles(start: jax.Array, stop: jax.Array, padded: int, block: int) -> jax
     return _ranges(range_of(touched), (low, jnp.where(whole, high, low)))
 
 
-def _most_first(table: jax.Array) -> jax.Array:
+def _first_pairs(kv_tiles: jax.Array) -> jax.Array:
+    """Where the pairs of each block of keys begin, less its first tile of queries."""
+    first, stop = kv_tiles[..., 0], kv_tiles[..., 1]
+    after = jnp.cumsum(stop - first, axis=1, dtype=jnp.int32)
+    return after - stop
+
+
+def most_first(table: jax.Array) -> jax.Array:
+    """Row * blocks + block of each place of a table, the one with most tiles first."""
     work = (table[..., 1] - table[..., 0]).reshape(-1)
     return jnp.argsort(-work, stable=True).astype(jnp.int32)
 
@@ -273,18 +317,22 @@ def tile_bounds(
     )
     start, stop = (jnp.pad(x, ((0, 0), (0, -time % block_q))) for x in (start, stop))
     q_tiles = _q_tiles(start, stop, block_q)
-    kv_tiles = _kv_tiles(start, stop, length + -length % block_kv, block_kv)
+    tiles = _q_tiles(start, stop, TILE)
+    kv_tiles = _kv_tiles(tiles, length + -length % block_kv, block_kv)
     return TileBounds(
         key_start=start,
         key_stop=stop,
         q_tiles=q_tiles,
         kv_tiles=kv_tiles,
-        q_order=_most_first(q_tiles),
-        kv_order=_most_first(kv_tiles),
+        q_order=most_first(q_tiles),
+        kv_order=most_first(kv_tiles),
+        tile_keys=tiles[..., :2],
+        first_pair=_first_pairs(kv_tiles),
         time=time,
         length=length,
         block_q=block_q,
         block_kv=block_kv,
         causal=causal,
         window=window,
+        prefix=is_prefix is not None,
     )

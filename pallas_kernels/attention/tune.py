@@ -3,7 +3,8 @@
     python -m pallas_kernels.attention.tune --names gqa_8,qwen3_next,gpt_oss_window \
         --json pallas_kernels/tuned/nvidia_h200/attention.json
 
-Each kernel is measured alone: forward, dq, and dk with dv. Parameters whose result is
+Each kernel is measured alone: forward, dq, and dk with dv; "bwd" is the whole backward,
+by which the ways to do it are compared. Parameters whose result is
 not the one of the heuristic's get no time, and the heuristic's result is compared with
 XLA's by the benchmark and the tests. The table has one entry per head dim; of several
 specs with one head dim, the last one counts. Each line says operations a second on all
@@ -26,7 +27,12 @@ from pallas_kernels.attention import config_mosaic, mosaic, specs
 from pallas_kernels.attention.config_mosaic import Config
 
 
-KERNELS = ("fwd", "dq", "dkv")
+KERNELS = ("fwd", "dq", "dkv", "bwd")
+STORED: tuple[dict[str, Any], ...] = (
+    {"backward": "stored"},
+    {"backward": "stored", "scores_heads": 1},
+    {"backward": "stored", "scores_stages": 3},
+)
 # What is tried of each kernel, by head dim; fields that are left out keep the
 # heuristic's value. Which fits neither registers nor shared memory is reported.
 CANDIDATES: dict[str, dict[int, tuple[dict[str, Any], ...]]] = {
@@ -68,8 +74,14 @@ CANDIDATES: dict[str, dict[int, tuple[dict[str, Any], ...]]] = {
         128: ({}, {"dkv_stages": 3}, {"dkv_stages": 2}, {"block_kv": 64}),
         256: ({}, {"dkv_stages": 1}),
     },
+    "bwd": {
+        64: ({}, *STORED, STORED[0] | {"scores_heads": 4, "scores_stages": 2}),
+        128: ({}, *STORED, STORED[0] | {"scores_slots": 2, "dkv_stages": 3}),
+        256: ({}, STORED[0]),
+    },
 }
-PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# Of the whole backward those that are needed: all ways have one scale then.
+PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4, "bwd": 5}
 
 
 def _configs(kernel: str, head_dim: int) -> Iterator[Config]:
@@ -109,6 +121,8 @@ def _call(spec: specs.Spec, kernel: str, config: Config) -> Callable[..., Any]:
             )
         do = mosaic.pad_queries(plan, do)
         inputs = mosaic.backward_inputs(q, k, v, o, lse, do, None, bounds)
+        if kernel == "bwd":
+            return mosaic.gradients(plan, inputs, bounds)
         if kernel == "dq":
             return mosaic.attention_dq(plan, inputs | mosaic.by_query(bounds))
         return mosaic.attention_dkv(plan, inputs | mosaic.by_key(bounds))
@@ -124,6 +138,7 @@ def _visited_flops(spec: specs.Spec, kernel: str, config: Config) -> float:
         "fwd": (bounds.q_tiles, config.block_q, config.step_kv),
         "dq": (bounds.q_tiles, config.block_q, config.dq_step_kv),
         "dkv": (bounds.kv_tiles, config.block_kv, config.dkv_step_q),
+        "bwd": (bounds.kv_tiles, config.block_kv, config.dkv_step_q),
     }[kernel]
     table, per = np.asarray(table), step // 64
     steps = int(np.sum(-(-table[..., 1] // per) - table[..., 0] // per))

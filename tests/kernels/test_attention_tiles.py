@@ -81,6 +81,7 @@ def check(bounds, mask, block_q, block_kv):
             # All masks here have full tiles side by side.
             want = (full[0], full[-1] + 1) if len(full) else (first, first)
             assert (inner, inner_stop) == want
+    check_pairs(bounds, padded, block_kv)
     for order, table in (
         (bounds.q_order, bounds.q_tiles),
         (bounds.kv_order, bounds.kv_tiles),
@@ -88,6 +89,32 @@ def check(bounds, mask, block_q, block_kv):
         work = np.asarray(table[..., 1] - table[..., 0]).reshape(-1)
         assert sorted(np.asarray(order)) == list(range(work.size))
         assert (np.diff(work[np.asarray(order)]) <= 0).all()
+
+
+def check_pairs(bounds, mask, block_kv):
+    """Pairs have their own places in a list that is long enough, and none is missing.
+
+    Args:
+      mask: bool[B, T', S'], padded to tiles.
+      block_kv: keys of a block.
+    """
+    first_pair, kv_tiles = np.asarray(bounds.first_pair), np.asarray(bounds.kv_tiles)
+    tile_keys = np.asarray(bounds.tile_keys)
+    per = block_kv // TILE
+    for row in range(mask.shape[0]):
+        places = {
+            (block, tile): first_pair[row, block] + tile
+            for block, (first, stop) in enumerate(kv_tiles[row, :, :2])
+            for tile in range(first, stop)
+        }
+        assert sorted(places.values()) == list(range(len(places)))
+        assert len(places) <= bounds.most_pairs
+        for tile, (first, stop) in enumerate(tile_keys[row]):
+            seen = mask[row, tile * TILE : (tile + 1) * TILE].any(0)
+            seen = np.nonzero(seen.reshape(-1, TILE).any(1))[0]
+            want = (seen[0], seen[-1] + 1) if len(seen) else (0, 0)
+            assert (first, stop) == want
+            assert all((x // per, tile) in places for x in range(first, stop))
 
 
 @st.composite
@@ -178,6 +205,28 @@ def test_rows_that_intervals_cannot_say_are_marked():
     np.testing.assert_array_equal(
         (np.asarray(start) == INVALID).all(axis=1), [0, 0, 0, 1, 1, 0, 1, 1]
     )
+
+
+@pytest.mark.parametrize(
+    "mask, most",
+    [
+        # Blocks of keys 0, 128 and 256 of 5 tiles of queries, in blocks of 6.
+        ({}, 6 + 4 + 2),
+        ({"causal": False}, 3 * 6),
+        ({"window": 65}, 3 + 3 + 2),
+        ({"window": 66}, 4 + 4 + 2),
+        ({"window": 66, "causal": False}, 4 + 6 + 6),
+    ],
+)
+def test_how_many_pairs_there_can_be(mask, most):
+    make = functools.partial(tile_bounds, batch=1, time=TIME, **mask)
+    assert jax.eval_shape(make).most_pairs == most
+
+
+def test_a_prefix_is_seen_from_before():
+    make = functools.partial(tile_bounds, batch=1, time=TIME)
+    is_prefix = jax.ShapeDtypeStruct((1, TIME), bool)
+    assert jax.eval_shape(make, is_prefix=is_prefix).most_pairs == 3 * 6
 
 
 def test_limits_are_named():
