@@ -2,7 +2,7 @@
 
 import sys
 
-from pallas_kernels._common.bench import main
+from pallas_kernels._common.bench_command import main
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ OWNED = ("grain", "orbax", "safetensors", "tensorboardX", "tokenizers")
 KERNEL_IMPORTS = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
 # What the benchmarks compare with, imported where it happens to be installed.
 PEERS = {"fla", "tokamax", "torch"}
+PEER_FILES = ("specs.py", "torch_peer.py")
 # Kernel bodies and the code that launches them read better in one piece.
 KERNEL_FILE_LIMIT, FILE_LIMIT, FUNCTION_LIMIT = 900, 600, 120
 FORBIDDEN_NAMES = ("utils.py", "helpers.py")
@@ -98,7 +99,7 @@ def test_third_party_imports_stand_where_they_belong(path):
     for line, module in imports(path):
         top = module.split(".")[0]
         if name.startswith("pallas_kernels/"):
-            allowed = KERNEL_IMPORTS | (PEERS if path.name == "specs.py" else set())
+            allowed = KERNEL_IMPORTS | (PEERS if path.name in PEER_FILES else set())
             assert top in allowed, f"{name}:{line} imports {top}"
         if top == "gin":
             owner = name.startswith("jaxaccel/config/") or name == "jaxaccel/cli.py"

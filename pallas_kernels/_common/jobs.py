@@ -22,7 +22,7 @@ def run_in_jobs(
     jobs: int,
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """`bench.run` by several processes, which compile side by side and measure in turn.
+    """`bench_command.run` by processes that compile side by side and measure in turn.
 
     Args:
       op: its name.

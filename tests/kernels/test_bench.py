@@ -1,5 +1,6 @@
 """The benchmark: no speed for a wrong result, tables from files only."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -9,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._common import bench, dispatch, jobs, report, timing
+from pallas_kernels._common import (
+    bench,
+    bench_command,
+    dispatch,
+    jobs,
+    report,
+    timing,
+)
 
 
 LIMITS = bench.Ceilings(gbps=1000.0, tflops=10.0)
@@ -150,6 +158,22 @@ def test_an_implementation_is_not_timed_twice_to_be_its_own_peer():
     assert (first["peer_ms"], second["peer"]) == (second["ms"], None)
 
 
+def test_measurements_wait_for_what_tunes_on_the_card_alone(monkeypatch):
+    taken = []
+
+    @contextlib.contextmanager
+    def together():
+        taken.append(True)
+        yield
+
+    monkeypatch.setattr(timing, "together", together)
+    x = jnp.ones((4, 4))
+    bench._compile(lambda x: x + 1.0, (x,))
+    assert not taken
+    bench._compile(lambda x: jnp.dot(x, x, precision="highest"), (x,))
+    assert taken == [True]
+
+
 def test_large_results_are_compared_by_the_same_measures(monkeypatch):
     want = jax.random.normal(jax.random.key(1), (64, 256))
     spoiled = want.at[2].set(0.0)  # an eighth of the norm, all of a row
@@ -174,10 +198,10 @@ def test_the_command_writes_rows_and_fails_on_a_wrong_one(tmp_path, monkeypatch)
     monkeypatch.setattr(bench, "ceilings", lambda: LIMITS)
     good, bad = case(), case(lambda name: lambda x: x * 0.0)
     monkeypatch.setattr(specs, "bench_cases", lambda tag: iter([good]))
-    assert bench.main(arguments) == 0
+    assert bench_command.main(arguments) == 0
     assert len(json.loads(file.read_text())["rows"]) == 1
     monkeypatch.setattr(specs, "bench_cases", lambda tag: iter([good, bad]))
-    assert bench.main(arguments) == 1
+    assert bench_command.main(arguments) == 1
     written = json.loads(file.read_text())
     assert written["ceilings"]["gbps"] == 1000.0
     first = written["rows"][0]
@@ -205,7 +229,7 @@ def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeyp
         def __init__(self, command, *, env, cwd):
             assert command[1:3] == ["-m", "pallas_kernels.bench"]
             environments.append(env)
-            self.returncode = bench.main(command[3:])
+            self.returncode = bench_command.main(command[3:])
 
         def poll(self):
             return self.returncode
@@ -213,11 +237,13 @@ def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeyp
     monkeypatch.setattr(jobs.subprocess, "Popen", Job)
     file = tmp_path / "rows.json"
     arguments = ["rms_norm", "--json", str(file), "--implementations", "xla"]
-    assert bench.main([*arguments, "--jobs", "2", "--commit", "abc"]) == 0
+    assert bench_command.main([*arguments, "--jobs", "2", "--commit", "abc"]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["workload"] for row in rows] == [case.workload for case in cases]
     assert (
-        bench.main([*arguments, "--jobs", "2", "--only", "d 3,d 1", "--commit", "abc"])
+        bench_command.main(
+            [*arguments, "--jobs", "2", "--only", "d 3,d 1", "--commit", "abc"]
+        )
         == 0
     )
     chosen = json.loads(file.read_text())["rows"]
@@ -289,7 +315,7 @@ def test_the_command_runs_the_ops_own_cases():
 
 def test_measuring_needs_an_op_and_a_file():
     with pytest.raises(SystemExit):
-        bench.main(["rms_norm"])
+        bench_command.main(["rms_norm"])
     with pytest.raises(ValueError, match="BEGIN"):
         report.rendered("no markers", {})
 
