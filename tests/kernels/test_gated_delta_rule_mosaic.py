@@ -257,6 +257,33 @@ def test_forward_is_the_recurrence(dtype, time, group):
     assert_all_close(got, want, NAMES[:2])
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_places_of_the_forward_ring_are_used_again(stages):
+    args = arguments(time=(stages + 1) * CHUNK)
+    is_first = first(1, (stages + 1) * CHUNK, (0, 5))
+    with interpreted():
+        got = compiled_rule(args, is_first, "mosaic", Config(segments=1, stages=stages))
+    want = compiled_rule(exact(args), is_first, "reference")
+    assert_all_close(got, want, NAMES[:2])
+
+
+def test_places_of_the_backward_ring_are_used_again():
+    from pallas_kernels.gated_delta_rule import kernel_bwd
+
+    args = arguments(time=3 * CHUNK)
+    is_first = first(1, 3 * CHUNK, (0, 70))
+    do, d_last = cotangents(args)
+    inputs = sources(args, is_first, do=flat(do))
+    blocks = Config(grads="blocks")
+    with interpreted():
+        between, d_initial = jit(
+            functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE, blocks)
+        )(inputs, flat(args[5]), flat(d_last))
+    want = with_gradients(exact(args), is_first, "reference")
+    assert_close(between["dv"].reshape(want[4].shape), want[4], rel=8e-3, name="dv")
+    assert_close(d_initial.reshape(want[7].shape), want[7], rel=8e-3, name="dinitial")
+
+
 def test_states_and_their_gradients_run_through_the_chunks(documents):
     from pallas_kernels.gated_delta_rule import kernel_bwd
 
