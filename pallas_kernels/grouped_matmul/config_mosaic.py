@@ -46,8 +46,8 @@ class Tile:
       split: what the computing warpgroups share out: the "rows" of a tile, its
         "columns", or whole "tiles" in turn, so that one computes while the others
         write (each then has its part of the stages).
-      computing: warpgroups that multiply, 2 or 3. With three a tile has 192 rows of
-        256 columns: all rows of an expert that has few more than 128, which read its
+      computing: warpgroups that multiply, 2 or 3. With three a tile of 192 rows has
+        64 for each: all rows of an expert that has few more than 128, which read its
         matrix once.
       eager: whether a piece's memory is free as soon as its products are done, before
         the next piece is waited for: a piece more is on its way, for products that

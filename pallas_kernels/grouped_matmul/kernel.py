@@ -1,8 +1,8 @@
 """Mosaic GPU kernel of the product of sorted rows with their experts' matrices.
 
 A persistent block walks over tiles of the result. One warpgroup feeds a ring of
-pieces of the summed axis with TMA, tile after tile without a pause; two multiply them
-with wgmma and write the result. The table of `tasks.row_tiles` says which tiles there
+pieces of the summed axis with TMA, tile after tile without a pause; two or three multiply
+them with wgmma and write the result. The table of `tasks.row_tiles` says which tiles there
 are: expert by expert, and within an expert column after column, so that a matrix is
 read from device memory once and then from the cache.
 
