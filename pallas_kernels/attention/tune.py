@@ -84,10 +84,29 @@ CANDIDATES: dict[str, dict[int, tuple[dict[str, Any], ...]]] = {
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4, "bwd": 5}
 
 
-def _configs(kernel: str, head_dim: int) -> Iterator[Config]:
+# Of the forward kernel alone: a whole backward leaves them as they were found.
+FORWARD = ("step_kv", "slots", "overlap", "ping_pong", "persistent")
+
+
+def _configs(kernel: str, head_dim: int, best: Config) -> Iterator[Config]:
+    """Candidates; of the whole backward, what was found before is the first."""
     guess = config_mosaic.heuristic(head_dim=head_dim)
     for change in CANDIDATES[kernel][head_dim]:
-        yield dataclasses.replace(guess, **change)
+        if kernel == "bwd" and not change:
+            yield best
+        else:
+            yield dataclasses.replace(guess, **change)
+
+
+def _adopt(kernel: str, best: Config, winner: Config, guess: Config) -> Config:
+    """What was found before with what a kernel's winner changed of the guess."""
+    if kernel == "bwd":
+        # Its parameters were measured together.
+        return dataclasses.replace(winner, **{x: getattr(best, x) for x in FORWARD})
+    fields = (field.name for field in dataclasses.fields(Config))
+    changed = {x: getattr(winner, x) for x in fields}
+    changed = {x: y for x, y in changed.items() if y != getattr(guess, x)}
+    return dataclasses.replace(best, **changed)
 
 
 def _call(spec: specs.Spec, kernel: str, config: Config) -> Callable[..., Any]:
@@ -188,7 +207,7 @@ def tune(spec: specs.Spec, kernels: Sequence[str] = KERNELS) -> dict[str, Any]:
         print(f"{spec.name} {kernel}", flush=True)
         want = None
         found: dict[Config, float] = {}
-        for config in _configs(kernel, spec.dim):
+        for config in _configs(kernel, spec.dim, best):
             ms, got = _measured(spec, kernel, config, args, want)
             if ms is not None:
                 want = got if want is None else want
@@ -196,12 +215,7 @@ def tune(spec: specs.Spec, kernels: Sequence[str] = KERNELS) -> dict[str, Any]:
         if not found:
             continue
         winner = min(found, key=lambda config: found[config])
-        changed = {
-            field.name: getattr(winner, field.name)
-            for field in dataclasses.fields(Config)
-            if getattr(winner, field.name) != getattr(guess, field.name)
-        }
-        best = dataclasses.replace(best, **changed)
+        best = _adopt(kernel, best, winner, guess)
         times[f"{kernel}_ms"] = bench.digits(found[winner])
     return dataclasses.asdict(best) | times
 

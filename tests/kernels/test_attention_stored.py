@@ -26,6 +26,7 @@ from pallas_kernels.attention import (
     mosaic,
     specs,
     tile_bounds,
+    tune,
 )
 from pallas_kernels.attention.config_mosaic import Config
 
@@ -177,6 +178,22 @@ def test_the_scores_are_recomputed_where_they_take_too_much():
     one = sizes(64, stored(64), heads=2, kv_heads=1)[1].most_pairs * 2 * 16384
     assert "pk_attention_dq_stored" in kernels(one)
     assert "pk_attention_dq_stored" not in kernels(one - 1)
+
+
+def test_tuning_takes_a_whole_backward_as_it_was_measured():
+    """It does not mix the one that stores dS with what the others' kernels won by."""
+    guess = config_mosaic.heuristic(head_dim=64)
+    found = dataclasses.replace(guess, slots=6)
+    adopt = functools.partial(tune._adopt, guess=guess)
+    other = dataclasses.replace(guess, dkv_step_q=128, dkv_stages=4)
+    best = adopt("dkv", found, other)
+    assert best == dataclasses.replace(found, dkv_step_q=128, dkv_stages=4)
+    candidates = list(tune._configs("bwd", 64, best))
+    assert candidates[0] == best
+    assert {x.backward for x in candidates[1:]} == {"stored"}
+    assert adopt("bwd", best, best) == best
+    taken = adopt("bwd", best, candidates[1])
+    assert taken == dataclasses.replace(candidates[1], slots=6)
 
 
 def test_limits_are_named():
