@@ -3,22 +3,34 @@
 import dataclasses
 import functools
 import re
-from typing import get_args
 
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from delta_rule_cases import (
+    NAMES,
+    SCALE,
+    arguments,
+    assert_all_close,
+    compiled_rule,
+    cotangents,
+    exact,
+    first,
+    flat,
+    rule,
+    shapes_of,
+    unit,
+    with_gradients,
+)
 from running import jit
 
-from pallas_kernels import gated_delta_rule
 from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import (
     choose,
-    config_mosaic,
     entry_gradients,
     reference,
     summaries,
@@ -30,92 +42,6 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     Config,
     Gate,
 )
-
-
-SCALE = HEAD_DIM**-0.5
-NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
-# Relative errors against the recurrence in f32, as for the public kernels.
-LIMITS = dict(zip(NAMES, (5e-3, 5e-3, 8e-3, 8e-3, 8e-3, 2e-2, 2e-2, 8e-3), strict=True))
-
-
-def unit(x):
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def arguments(batch=1, time=CHUNK, group=1, dtype=jnp.bfloat16, decay=0.05, seed=0):
-    """q, k, v, g, beta, initial state of one key head."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    q, k = normal(2, batch, time, 1, HEAD_DIM)
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = normal(batch, time, group, HEAD_DIM)
-    g = -np.float32(decay) * np.logaddexp(0, normal(batch, time, group) + 1)
-    beta = 1 / (1 + np.exp(-normal(batch, time, group)))
-    state = np.float32(0.3) * normal(batch, group, HEAD_DIM, HEAD_DIM)
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
-    return tuple(jnp.asarray(x) for x in (q, k, v, g, beta, state))
-
-
-def first(batch, time, *starts):
-    is_first = np.zeros((batch, time), bool)
-    for row, token in starts:
-        is_first[row, token] = True
-    return jnp.asarray(is_first)
-
-
-def exact(args):
-    return tuple(x.astype(jnp.float32) for x in args)
-
-
-def rule(args, is_first, implementation, config=None):
-    *inputs, state = args
-    return gated_delta_rule(
-        *inputs,
-        is_first=is_first,
-        initial_state=state,
-        config=config,
-        implementation=implementation,
-    )
-
-
-# One program for each implementation and each set of shapes.
-compiled_rule = jit(rule, static_argnums=(2, 3))
-
-
-def cotangents(args):
-    rng = np.random.default_rng(99)
-    do, d_state = (rng.standard_normal(args[i].shape, np.float32) for i in (2, 5))
-    return jnp.asarray(do.astype(args[2].dtype)), jnp.asarray(d_state)
-
-
-@functools.partial(jit, static_argnums=(3, 4))
-def gradients(args, is_first, cotangents, implementation, config=None):
-    """o, final state and the six gradients."""
-    out, pullback = jax.vjp(
-        lambda *args: rule(args, is_first, implementation, config), *args
-    )
-    do, d_state = cotangents
-    return *out, *pullback((do.astype(out[0].dtype), d_state))
-
-
-def with_gradients(args, is_first, implementation):
-    return gradients(args, is_first, cotangents(args), implementation)
-
-
-def assert_all_close(got, want, names=NAMES):
-    for name, a, b in zip(names, got, want, strict=True):
-        assert_close(a, b, rel=LIMITS[name], name=name)
-
-
-def shapes_of(args):
-    return config_mosaic.shapes_of(args[0], args[2])
-
-
-def flat(x):
-    return x.reshape(-1, *x.shape[2:])
 
 
 def prepared(args, is_first):
@@ -525,100 +451,3 @@ def test_layers_of_equal_sizes_share_their_kernels():
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
     for name in ("prepare", "fwd", "bwd", "grads_ring"):
         assert f"pk_gdn_{name}" in text
-
-
-def model_arguments(batch, time, dtype=jnp.bfloat16):
-    """Sixteen key heads, thirty-two value heads."""
-    keys = jax.random.split(jax.random.key(3), 16)
-    make = functools.partial(arguments, batch, time, 2, dtype)
-    parts = [make(seed=int(i)) for i in range(len(keys))]
-    heads = [jnp.concatenate(x, axis=2) for x in list(zip(*parts, strict=True))[:5]]
-    return *heads, jnp.concatenate([x[5] for x in parts], axis=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "batch, time, dtype, config",
-    [
-        (1, 1000, "bfloat16", Config(segments=1)),
-        (3, 512, "float16", Config(segments=1)),
-        (1, 1000, "float16", Config(segments=4, stages=3, order="values_first")),
-        (3, 512, "bfloat16", Config(grads="blocks", stages=2)),
-        (1, 1000, "float16", Config(segments=4, prepare_warpgroups=5)),
-    ],
-)
-def test_model_shapes_on_the_card(batch, time, dtype, config):
-    args = model_arguments(batch, time, jnp.dtype(dtype))
-    starts = [(row, t) for row in range(batch) for t in (0, 130, 192, 400)]
-    is_first = first(batch, time, *starts)
-    run = functools.partial(
-        gradients, args, is_first, cotangents(args), "mosaic", config
-    )
-    got = run()
-    assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
-    for _ in range(100):
-        for name, a, b in zip(NAMES, run(), got, strict=True):
-            assert bool(jnp.array_equal(a, b)), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", [1, 3, 4])
-def test_rings_of_other_groups_on_the_card(group):
-    """More chunks than there are SMs, so that blocks take several in turn."""
-    parts = [arguments(4, 512, group, seed=i) for i in range(8)]
-    heads = (jnp.concatenate(x, axis=2) for x in list(zip(*parts, strict=True))[:5])
-    args = (*heads, jnp.concatenate([x[5] for x in parts], axis=1))
-    is_first = first(4, 512, *((row, t) for row in range(4) for t in (0, 130, 192)))
-    alone = Config(segments=1)
-    got = gradients(args, is_first, cotangents(args), "mosaic", alone)
-    assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
-
-
-@pytest.mark.gpu
-def test_long_rows_on_the_card():
-    """Against the chunked form: the recurrence would keep a state for every token."""
-    args = model_arguments(1, 4096)
-    is_first = first(1, 4096, *((0, t) for t in (0, 130, 192, 400)))
-    planned = Config(segments=None)
-    got = gradients(args, is_first, cotangents(args), "mosaic", planned)
-    assert_all_close(got, with_gradients(exact(args), is_first, "xla"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", get_args(config_mosaic.Order))
-def test_variants_of_the_forward_on_the_card(order):
-    args = model_arguments(1, 1000)
-    is_first = first(1, 1000, (0, 130), (0, 192))
-    run = jit(
-        lambda args, config: rule(args, is_first, "mosaic", config), static_argnums=1
-    )
-    got = run(args, Config(order=order))
-    assert_all_close(got, rule(exact(args), is_first, "reference"), NAMES[:2])
-    # How many chunks wait in shared memory changes nothing.
-    other = run(args, Config(order=order, stages=2))
-    for a, b in zip(other, got, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.gpu
-def test_documents_that_no_border_cuts_have_the_same_bits():
-    args = model_arguments(1, 1024)
-    is_first = first(1, 1024, *((0, t) for t in (0, 64, 256, 512, 700, 768)))
-    whole, split = (
-        gradients(args, is_first, cotangents(args), "mosaic", Config(segments=count))
-        for count in (1, 4)
-    )
-    for name, a, b in zip(NAMES, whole, split, strict=True):
-        assert bool(jnp.array_equal(a, b)), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (64, 256)])
-def test_other_head_dims_on_the_card(key_dim, value_dim):
-    q, k, v, g, beta, state = model_arguments(1, 300)
-    q, k = (unit(x[..., :key_dim].astype(jnp.float32)).astype(q.dtype) for x in (q, k))
-    v, state = (jnp.tile(x, (1, 1, *y)) for x, y in ((v, (1, 2)), (state, (2, 1))))
-    args = (q, k, v[..., :value_dim], g, beta, state[:, :, :value_dim, :key_dim])
-    is_first = first(1, 300, (0, 130), (0, 192))
-    got = with_gradients(args, is_first, "mosaic")
-    assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
