@@ -139,6 +139,7 @@ def heuristic(
         stages=stages,
         warpgroups=warpgroups,
         part=32,
+        auto_barriers=False,
     )
     while tiling.stages > 2 and tiling.refusal(group, dtype, state_dtype):
         tiling = dataclasses.replace(tiling, stages=tiling.stages - 1)

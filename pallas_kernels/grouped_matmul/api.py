@@ -19,7 +19,8 @@ from pallas_kernels.grouped_matmul.activation import ACTIVATIONS, parts_of
 from pallas_kernels.grouped_matmul.config import Config, heuristic
 
 
-ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+# Rows speak for 160 and more rows an expert; how few are too few is a guess.
+_PICKED_FROM = 64
 # What `kernel_fused` does, and sums into what is there.
 FUSED_ONLY_NAMED = {"mosaic": "no measured row speaks for the fused kernels yet"}
 
@@ -51,9 +52,22 @@ def choose(
         "grouped_matmul",
         implementation,
         refused,
-        only_named=FUSED_ONLY_NAMED if is_fused(bias, activation) else ONLY_NAMED,
+        only_named=FUSED_ONLY_NAMED
+        if is_fused(bias, activation)
+        else only_named(**sizes),
         config=config,
     )
+
+
+def only_named(*, rows: int, experts: int, **widths: int) -> dict[str, str]:
+    """Which implementations of the plain products run by name only, and why."""
+    del widths
+    if rows >= _PICKED_FROM * experts:
+        return {}
+    return {
+        "mosaic": f"{rows} rows of {experts} experts are fewer than {_PICKED_FROM} "
+        "each, far from any measured row"
+    }
 
 
 def is_fused(bias: Any, activation: str | None) -> bool:

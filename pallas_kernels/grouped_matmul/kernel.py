@@ -1,10 +1,10 @@
 """Mosaic GPU kernel of the product of sorted rows with their experts' matrices.
 
 A persistent block walks over tiles of the result. One warpgroup feeds a ring of
-pieces of the summed axis with TMA, tile after tile without a pause; two or three multiply
-them with wgmma and write the result. The table of `tasks.row_tiles` says which tiles there
-are: expert by expert, and within an expert column after column, so that a matrix is
-read from device memory once and then from the cache.
+pieces of the summed axis with TMA, tile after tile without a pause; two or three
+multiply them with wgmma and write the result. The table of `tasks.row_tiles` says which
+tiles there are: expert by expert, and within an expert column after column, so that a
+matrix is read from device memory once and then from the cache.
 
 A tile starts at a multiple of 8 rows, as copies into shared memory must, and may begin
 and end with rows of other experts. Those are multiplied, but not written: a band of 64

@@ -48,15 +48,18 @@ def choose_weight_gradient(
     api.check_product(x, w, group_sizes, None, ("x", "w", "bias"))
     dtype = _result_dtype(w, into, preferred_element_type)
     refused, config = {}, None
+    sizes = api.sizes_of(x, w)
     if reason := api.refusal(x, w, dtype):
         refused["mosaic"] = reason
     else:
-        config = config_mosaic.pick(**api.sizes_of(x, w)).weight
+        config = config_mosaic.pick(**sizes).weight
     return select(
         "grouped_matmul.weight_gradient",
         implementation,
         refused,
-        only_named=api.ONLY_NAMED if into is None else api.FUSED_ONLY_NAMED,
+        only_named=api.FUSED_ONLY_NAMED
+        if into is not None
+        else api.only_named(**sizes),
         config=config,
     )
 

@@ -15,7 +15,6 @@ from pallas_kernels._common.testing import assert_close
 from pallas_kernels.grouped_matmul import (
     activated_product,
     activation_gradient,
-    api,
     choose,
     choose_activation_gradient,
     choose_mlp,
@@ -477,7 +476,6 @@ def test_unmeasured_kernels_run_if_they_are_named(monkeypatch):
     x, w_in, w_out, bias_in, _, _, groups = shapes(256, 2, 64, 64, "swiglu")
     dy, z = x, jax.ShapeDtypeStruct((256, 128), x.dtype)
     kind = {"activation": "swiglu"}
-    monkeypatch.setattr(api, "ONLY_NAMED", {})
     calls = {
         "mlp": lambda **i: choose_mlp(x, w_in, w_out, groups, **kind, **i),
         "back": lambda **i: choose_activation_gradient(
