@@ -82,8 +82,8 @@ def run_once(
         outcome, rows = train_once(experiment, seed, corpus_dir)
     curves = {"step": [row["step"] for row in rows]}
     for name in KEPT:
-        values = [row.get(name) for row in rows]
-        if all(value is not None for value in values):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if len(values) == len(rows):
             curves[name] = [digits(value, 5) for value in values]
     if "nats_per_token" not in curves:
         raise ValueError(f"{variant}: a loss that was logged is not finite")
@@ -151,8 +151,7 @@ def summarise(runs: Sequence[Run], workload: str) -> list[dict[str, Any]]:
     for run in runs:
         other = run.variant != first.variant
         apart = distance(first, run) if other else None
-        comparable = apart is not None and noise is not None
-        agrees = apart <= noise if comparable else None
+        agrees = None if apart is None or noise is None else apart <= noise
         rows.append(
             {
                 "op": "curves",
