@@ -28,7 +28,7 @@ PARTS = 3  # bf16 numbers of 8 bits each that an f32 number is the sum of
 
 
 def _prepare_kernel(
-    g_ref, step_ref, start_ref, gates_ref, *, parts, staging, shapes: Shapes
+    g_ref, step_ref, start_ref, gates_ref, *, parts, ones, staging, shapes: Shapes
 ):
     tiles = shapes.padded_heads // HEAD_TILE
     block, tile = tc.split_index(lax.axis_index("block"), tiles)
@@ -46,7 +46,10 @@ def _prepare_kernel(
     begin = tc.per_row(start, SQUARE)
 
     def summed(tokens: jax.Array) -> jax.Array:
-        ones = jnp.where(tokens, 1.0, 0.0).astype(jnp.bfloat16)
+        # Not from registers: half of these are known to the compiler, and ptxas 13.0 to
+        # 13.2 sets a register of a constant only after the products that read it.
+        ones[...] = jnp.where(tokens, 1.0, 0.0).astype(jnp.bfloat16)
+        plgpu.commit_smem()
         return tc.mma(*((ones, parts.at[i]) for i in range(PARTS)))
 
     # A document's first token has nothing to decay, hence ">" and not ">=".
@@ -86,6 +89,7 @@ def prepare(
     """
     scratch: dict[str, Any] = {
         "parts": tc.operand(PARTS, CHUNK, HEAD_TILE, dtype=jnp.bfloat16),
+        "ones": tc.operand(*SQUARE, dtype=jnp.bfloat16),
         "staging": plgpu.SMEM((HEAD_TILE, len(Gate), CHUNK), jnp.float32),
     }
     hw.check_smem(tc.shared_bytes(scratch), "pk_ssd_prepare")
