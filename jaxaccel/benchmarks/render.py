@@ -148,7 +148,7 @@ TECHNIQUES = (
     ),
     Technique(
         name="gpt-oss: sinks, windows, clamped experts in MXFP4",
-        state="`reference`, `xla`",
+        state="`reference`, `xla`, `mosaic` attention",
         module="`jaxaccel.models.gpt_oss`, `jaxaccel.quant.mxfp4`",
         config="`experiments/moe/gpt_oss_20b.gin`",
     ),

@@ -121,7 +121,7 @@ def prompt_attention(
     """Causal attention of a prompt over itself.
 
     Args:
-      tokens: the prompt, padded anywhere.
+      tokens: the prompt, padded behind.
       spec: the layer.
       budget: tokens that a query sees: the first `num_sinks` of its row, and the
         newest for the rest; `None` sees all before it.
@@ -150,9 +150,8 @@ def prompt_attention(
     o, lse = attention_with_lse(tokens.q, tokens.k, tokens.v, window=window, **options)
     if num_sinks == 0:
         return o
-    # Real tokens have the positions 0, 1, ... in their row, wherever padding stands.
-    first = tokens.left_aligned()
-    first_k, first_v = by_head(first.k)[:, :, :num_sinks], first.v[:, :num_sinks]
+    # Real tokens have the positions 0, 1, ... in their row.
+    first_k, first_v = by_head(tokens.k)[:, :, :num_sinks], tokens.v[:, :num_sinks]
     q = tokens.q
     behind = jnp.maximum(tokens.positions - (budget - 1), 0)
     if move_sinks and spec.rotate is not None:
@@ -160,7 +159,7 @@ def prompt_attention(
         q = spec.rotate(tokens.q_pre, tokens.positions - behind)
     slot = jnp.arange(first_k.shape[2], dtype=jnp.int32)[None, None, :]
     seen = (tokens.positions[:, :, None] - slot >= window) & tokens.is_real[..., None]
-    seen = seen & (slot < first.count[:, None, None])
+    seen = seen & (slot < tokens.count[:, None, None])
     far, far_lse = _softmax_sum(
         scores_of(q, first_k, spec), by_head(first_v), seen[:, None, None], None
     )

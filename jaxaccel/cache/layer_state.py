@@ -85,6 +85,14 @@ class Tokens:
         names = ("q_pre", "k_pre", "q", "k", "v", "positions", "is_real")
         return dataclasses.replace(self, **{n: move(getattr(self, n)) for n in names})
 
+    def in_place(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, K] of the tokens of `left_aligned`, where these tokens stand."""
+        before = jnp.cumsum(self.is_real, axis=1, dtype=jnp.int32)
+        index = jnp.arange(self.is_real.shape[1], dtype=jnp.int32)[None]
+        padding = before[:, -1:] + index - before
+        index = jnp.where(self.is_real, before - 1, padding)
+        return jnp.take_along_axis(x, index[..., None, None], axis=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:

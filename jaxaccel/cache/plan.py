@@ -246,8 +246,10 @@ class PolicyCacheOfLayer:
         policy = self.whole.policies[self.stretch]
         state = dataclasses.replace(self.whole.states[self.stretch], index=self.local)
         if self.whole.mode == "prefill":
-            o = policy.attend_prompt(tokens, spec, implementation)
-            state = policy.prefill(state, tokens.left_aligned(), spec)
+            # Kernels and windows count indices, which padding must not shift.
+            aligned = tokens.left_aligned()
+            o = tokens.in_place(policy.attend_prompt(aligned, spec, implementation))
+            state = policy.prefill(state, aligned, spec)
         else:
             o, state = decode_step(policy, state, tokens, spec)
         states = list(self.whole.states)

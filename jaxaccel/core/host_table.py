@@ -206,7 +206,7 @@ class PinnedTable(_Direct):
         if budget_bytes is not None:
             _check_budget(rows.nbytes, budget_bytes)
         place = jax.sharding.SingleDeviceSharding(
-            jax.devices()[0], memory_kind="pinned_host"
+            jax.local_devices()[0], memory_kind="pinned_host"
         )
         super().__init__(jax.device_put(rows, place), implementation)
 

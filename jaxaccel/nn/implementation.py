@@ -17,7 +17,6 @@ OPS = (
     "grouped_matmul",
     "host_gather",
     "rms_norm",
-    "segment_sum",
     "sort_dispatch",
     "ssd",
 )

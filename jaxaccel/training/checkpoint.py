@@ -352,8 +352,8 @@ def _refuse(checkpoint: pathlib.Path, found: list[str]) -> None:
     lines = "".join(f"\n  {line}" for line in shown)
     if all(line.startswith("opt_state/") for line in found):
         lines += (
-            "\n  Only arrays of the optimizer differ: OptimConfig.join_below says which "
-            "of them lie in one vector, 0 keeps them apart"
+            "\n  Only arrays of the optimizer differ: OptimConfig.join_below says "
+            "which of them lie in one vector, 0 keeps them apart"
         )
     raise ValueError(f"{checkpoint} is of another run:{lines}")
 

@@ -16,7 +16,7 @@ from pallas_kernels.engram_gate import config as configs
 from pallas_kernels.engram_gate import reference, xla
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
 
 
 def choose(

@@ -16,7 +16,7 @@ from pallas_kernels.engram_gather import reference, xla
 from pallas_kernels.segment_sum import api as sums
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
 
 
 def choose(

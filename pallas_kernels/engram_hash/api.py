@@ -15,7 +15,7 @@ from pallas_kernels.engram_hash.host import STOP
 from pallas_kernels.engram_hash.layout import HashLayout
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
 
 
 def choose(

@@ -254,7 +254,6 @@ def chunk_bwd(
             "staging": {"dv": operand(CHUNK, HALF), "d_states": operand(HALF, key_dim)},
             "states_full": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
         },
-        auto_barriers=False,
     )
     between = {"states": states_out, "d_states": d_states}
     if ring:

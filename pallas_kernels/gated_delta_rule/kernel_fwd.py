@@ -455,7 +455,6 @@ def chunk_fwd(
             "ring": ring_scratch(shapes, tuple(sources), config.stages),
             "staging": tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
         },
-        auto_barriers=False,
     )
 
 
@@ -468,7 +467,6 @@ def launch(
     blocks: int,
     out_type: tuple[jax.ShapeDtypeStruct, ...],
     scratch: dict[str, Any],
-    auto_barriers: bool = True,
 ) -> Any:
     """Runs a kernel with one block per item and four warpgroups.
 
@@ -480,10 +478,6 @@ def launch(
       blocks: how many items there are.
       out_type: its outputs.
       scratch: shared memory and barriers.
-      auto_barriers: as for `tensor_core.params`. The passes of this op need none: what
-        they write to shared memory is read after `commit_smem`, and written again
-        after a barrier. Q and the inverse are overwritten in place, by the warp that
-        read those rows: loads and stores of this layout stay in a warp's 16 rows.
 
     Returns:
       The outputs.
@@ -505,5 +499,5 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=tc.params(auto_barriers=auto_barriers),
+        compiler_params=tc.params(),
     )(*sources.values(), *states)

@@ -509,8 +509,6 @@ def chunk_grads_ring(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_grads_ring",
-        # Warps read what others wrote only after `commit_smem`. V is overwritten in
-        # place: loads and stores of this layout stay in a warp's own 16 rows.
-        compiler_params=tc.params(REDUCTION_BYTES, auto_barriers=False),
+        compiler_params=tc.params(REDUCTION_BYTES),
     )(*sources.values())
     return dict(zip(out_type, results, strict=True))

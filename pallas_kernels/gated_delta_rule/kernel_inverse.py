@@ -13,12 +13,10 @@ Neumann product (I - L)(I + L^2)..., no step forms powers of L, which overflow w
 resemble each other.
 
 **Tiles.** A warp holds 16 rows, so one register matrix [64, 16] holds the four diagonal
-tiles of 16, each in the rows of its warp, and up to that size all four grow together.
-Spread over the columns of a block diagonal matrix, zero for all warps but one in each
-tile, it is the left operand of a product with tiles that lie below one another. That is
-a quarter of the work of whole products, and of the registers. Only the last two steps
-have tiles beside the diagonal. Instructions, not products, bound this kernel: masks are
-factors of pairs of f16.
+tiles of 16, each in the rows of its warp, and up to that size all four grow together:
+the matrix is multiplied with the tile of every warp, and each warp keeps what is its
+own. That is a quarter of the work of whole products, and of the registers. Only the
+last two steps have tiles beside the diagonal.
 
 Value heads of one key head share K K^T, but multiplying it again costs less than the
 registers that a loop over the heads takes from other blocks: products wait for each
@@ -32,6 +30,7 @@ is zero between documents, picks the diagonal blocks later.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -98,93 +97,98 @@ def _tile(smem: Any, row: int, column: int = 0, *, wide: int = 1) -> Any:
     return smem.at[pl.ds(row * TILE, TILE), pl.ds(column * TILE, wide * TILE)]
 
 
-def _tiles_of(x: jax.Array) -> list[jax.Array]:
-    return [x[:, i * TILE : (i + 1) * TILE] for i in range(x.shape[1] // TILE)]
+def _own(warp: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+    """Part i in the rows of warp i, f32[C, 16]."""
+    kept = parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        kept = jnp.where(warp == number, part, kept)
+    return kept
 
 
-def _diagonal_tiles(lower, masks, row, column, lower_smem, tiles_smem):
+def _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem):
     """Inverts the diagonal tiles of I + L.
 
     Args:
-      lower: they, f16[C, 16], each in the rows of its warp.
-      masks: of the rows of each warp, f16[C, 16].
+      lower: L, f32[C, C] in registers.
+      warp: which warp holds an element, i32[C, 16].
       row, column: of an element in its tile, i32[C, 16].
-      lower_smem: shared memory f16[C, 16] for the tiles of L.
+      lower_smem: shared memory f16[C, C] with L.
       tiles_smem: shared memory f16[2, C, 16]. Results take turns, so that no warp
         overwrites what another still multiplies with.
 
     Returns:
-      f16[C, 16], the inverses like `lower`; and where they lie in shared memory.
+      f32[C, 16], the tiles in the rows of their warps; and where they lie in f16.
     """
-    lower_smem[...] = lower
+    parts = [lower[:, i * TILE : (i + 1) * TILE] for i in range(TILES)]
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    pairs = jnp.where(_quarter(row, column, 1), -lower.astype(jnp.float32), 0.0)
-    tiles = _half(jnp.where(row == column, 1.0, pairs))
-
-    def own(tiles, smem):
-        """The products of each warp's tile with the one in its rows of `smem`."""
-        diagonal = jnp.concatenate([tiles * mask for mask in masks], axis=1)
-        return tc.mma((diagonal, smem))
-
+    pairs = jnp.where(_quarter(row, column, 1), -_own(warp, parts), 0.0)
+    tiles = jnp.where(row == column, 1.0, pairs)
     for turn, size in enumerate((2, 4, 8)):
-        smem = tiles_smem.at[turn % 2]
-        smem[...] = tiles
+        smem, halves = tiles_smem.at[turn % 2], _half(tiles)
+        smem[...] = halves
         plgpu.commit_smem()
-        both = own(_half(own(tiles, lower_smem)), smem)
-        # What is added to is zero there.
-        tiles = tiles - _half(jnp.where(_quarter(row, column, size), both, 0.0))
+        diagonal = [(halves, _tile(lower_smem, i, i)) for i in range(TILES)]
+        left = _half(_own(warp, tc.mma_each(*diagonal)))
+        inverses = [(left, _tile(smem, i)) for i in range(TILES)]
+        both = _own(warp, tc.mma_each(*inverses))
+        tiles = jnp.where(_quarter(row, column, size), -both, tiles)
     smem = tiles_smem.at[1]
-    smem[...] = tiles
+    smem[...] = _half(tiles)
     plgpu.commit_smem()
     return tiles, smem
 
 
-def _unit_lower_inverse(lower, lower_smem, diagonal_smem, tiles_smem, corner_smem):
-    """(I + L)^-1 for the strictly lower triangle L of a matrix.
+def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
+    """(I + L)^-1 for a strictly lower triangular matrix.
 
     Args:
-      lower: the matrix, f32[C, C] in registers.
+      lower: L, f32[C, C] in registers.
       lower_smem: shared memory f16[C, C].
-      diagonal_smem: shared memory f16[C, 16].
       tiles_smem: shared memory f16[2, C, 16].
       corner_smem: shared memory f16[C, 32].
 
     Returns:
-      f16[C, C] in registers.
+      f32[C, C] in registers.
     """
     row, column = (
         plgpu.broadcasted_iota(jnp.int32, (CHUNK, TILE), axis, layout=tc.ROWS)
         for axis in (0, 1)
     )
     warp, row = lax.shift_right_logical(row, 4), row & (TILE - 1)
-    masks = [_half((warp == i).astype(jnp.float32)) for i in range(TILES)]
-    lower = _half(lower)
-    lower_smem[...] = lower  # the upper triangle as well, which nobody reads
-    parts = zip(_tiles_of(lower), masks, strict=True)
-    diagonal = functools.reduce(jnp.add, (part * mask for part, mask in parts))
-    diagonal = _half(jnp.where(row > column, diagonal.astype(jnp.float32), 0.0))
-    tiles, smem = _diagonal_tiles(
-        diagonal, masks, row, column, diagonal_smem, tiles_smem
-    )
-    apart = [tiles * mask for mask in masks]
+    lower_smem[...] = _half(lower)
+    tiles, smem = _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem)
 
     # Blocks of 32 have one tile beside the diagonal, in the rows of warps 1 and 3.
+    def upper_and_lower(products):
+        upper, lower = products
+        return jnp.where(warp < 2, upper, lower)
+
     firsts = (0, 2)
-    left = _half(tc.mma(*((apart[i + 1], _tile(lower_smem, i + 1, i)) for i in firsts)))
-    both = ((left * masks[i + 1], _tile(smem, i)) for i in firsts)
-    beside = _half(-tc.mma(*both))
+    products = tc.mma_each(
+        *((_half(tiles), _tile(lower_smem, i + 1, i)) for i in firsts)
+    )
+    left = _half(upper_and_lower(products))
+    products = tc.mma_each(*((left, _tile(smem, i)) for i in firsts))
+    beside = jnp.where((warp & 1) == 1, -upper_and_lower(products), 0.0)
 
     # The block of 64 has four, below the corner of two times two tiles.
-    columns = list(apart)
-    for i in firsts:
-        columns[i] = columns[i] + beside * masks[i + 1]
+    def rows(number, value, otherwise):
+        return jnp.where(warp == number, value, otherwise)
+
+    columns = [
+        rows(0, tiles, rows(1, beside, 0.0)),
+        rows(1, tiles, 0.0),
+        rows(2, tiles, rows(3, beside, 0.0)),
+        rows(3, tiles, 0.0),
+    ]
     for i in range(2):
-        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = columns[i]
-    left = tc.mma(*((columns[i], _tile(lower_smem, i, wide=2)) for i in (2, 3)))
+        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = _half(columns[i])
+    left = tc.mma(*((_half(columns[i]), _tile(lower_smem, i, wide=2)) for i in (2, 3)))
     plgpu.commit_smem()
     below = tc.mma((_half(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
-    for i, part in enumerate(_tiles_of(_half(below))):
-        columns[i] = columns[i] - part
+    for i in range(2):
+        part = below[:, i * TILE : (i + 1) * TILE]
+        columns[i] = jnp.where(warp < 2, columns[i], -part)
     return jnp.concatenate(columns, axis=1)
 
 
@@ -198,7 +202,6 @@ def _prepare_chunk(
     gates_ref,
     k_smem,
     lower_smem,
-    diagonal_smem,
     tiles_smem,
     corner_smem,
     arrived,
@@ -233,9 +236,8 @@ def _prepare_chunk(
     plgpu.barrier_wait(arrived)
     lower = tc.mma(*((k_smem.at[half], k_smem.at[half].T) for half in range(2)))
     lower = lower * tc.per_row(beta, SQUARE)
-    inverse = _unit_lower_inverse(
-        lower, lower_smem, diagonal_smem, tiles_smem, corner_smem
-    )
+    lower = jnp.where(index[0] > index[1], lower, 0.0)
+    inverse = _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem)
     out_smem = k_smem.at[0]  # nobody reads the keys any more
     out_smem[...] = inverse.astype(out_smem.dtype)
     plgpu.commit_smem()
@@ -278,7 +280,6 @@ def prepare(
     scratch: list[Any] = [
         tc.operand(count, 2, CHUNK, HALF, dtype=k.dtype),
         _tiled(count, *SQUARE),
-        _tiled(count, CHUNK, TILE),
         _tiled(count, 2, CHUNK, TILE),
         _tiled(count, CHUNK, 2 * TILE),
         plgpu.Barrier(num_arrivals=2, num_barriers=count),  # halves of the keys
@@ -313,7 +314,5 @@ def prepare(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_prepare",
-        # Each place in shared memory is written once, but for the two that take turns
-        # and that of the keys, which takes the result after barriers of the steps.
-        compiler_params=tc.params(auto_barriers=False),
+        compiler_params=tc.params(),
     )(k, g, beta, start)

@@ -136,7 +136,6 @@ def _maps(
             jax.ShapeDtypeStruct((parts * units, value_dim, key_dim), jnp.float32),
         ),
         scratch={"ring": ring_scratch(shapes, tuple(sources)), "through_full": full},
-        auto_barriers=False,
     )
     out = out.reshape(parts, units, value_dim, key_dim)
     return out[:written], out[written:]
@@ -234,6 +233,5 @@ def entry_gradients(
         blocks=blocks,
         out_type=(jax.ShapeDtypeStruct((blocks, value_dim, key_dim), jnp.float32),),
         scratch={"ring": ring_scratch(shapes, tuple(sources))},
-        auto_barriers=False,
     )
     return out.reshape(shapes.segments - first, units, value_dim, key_dim)

@@ -30,24 +30,18 @@ ROWS = MATRIX  # how a warpgroup holds a matrix; a result of wgmma
 Operand = Any
 
 
-def params(
-    reduction_bytes: int = 0, *, auto_barriers: bool = True
-) -> plgpu.CompilerParams:
+def params(reduction_bytes: int = 0) -> plgpu.CompilerParams:
     """Compiler options of all kernels.
 
     Args:
       reduction_bytes: shared memory that column sums exchange values through. There
         is one such place in a block: two warpgroups must not take them at a time.
-      auto_barriers: whether the compiler puts a barrier before and after each write to
-        memory. A kernel needs none if `commit_smem` stands between all writes and what
-        other warps read there, and before what they read is written again.
     """
     # The default semantics takes minutes to infer layouts for bodies of this size.
     return plgpu.CompilerParams(
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         reduction_scratch_bytes=reduction_bytes,
-        unsafe_no_auto_barriers=not auto_barriers,
     )
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.segment_sum import config as configs
 from pallas_kernels.segment_sum import reference, xla
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
 
 
 @jax.tree_util.register_dataclass

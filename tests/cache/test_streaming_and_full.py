@@ -10,6 +10,7 @@ import pytest
 
 from jaxaccel.cache import reference
 from jaxaccel.cache.full import DenseCacheConfig
+from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.streaming import StreamingCacheConfig
 
 
@@ -80,18 +81,20 @@ def test_a_row_of_padding_changes_nothing():
             np.testing.assert_array_equal(np.asarray(a)[1], np.asarray(b)[1])
 
 
-def test_padding_in_front_is_no_different():
-    text = lt.draw(rows=2)
-    where = np.array([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
-    real = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
-    left = text.tokens(where, real)
-    aligned = left.left_aligned()
-    np.testing.assert_array_equal(aligned.count, [5, 3])
+def test_padding_may_stand_anywhere():
+    text = lt.draw(rows=3)
+    where = np.array([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [0, 1, 1, 1, 2]])
+    real = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 0, 1]], bool)
+    tokens = text.tokens(where, real)
+    aligned = tokens.left_aligned()
+    np.testing.assert_array_equal(aligned.count, [5, 3, 3])
     np.testing.assert_array_equal(aligned.k_pre[1, :3], text.k[1, :3])
     policy = DenseCacheConfig(prefill_budget=4, prefill_sinks=1)
-    o = policy.attend_prompt(left, lt.SPEC)
-    right = policy.attend_prompt(aligned, lt.SPEC)
-    np.testing.assert_allclose(o[1, 2:], right[1, :3], atol=2e-6)
+    cache = PolicyCache.init([policy], lt.SPEC, 3, 8, jnp.float32)
+    for row, places in ((1, [2, 3, 4]), (2, [0, 1, 4])):
+        o, _ = cache.layer(jnp.int32(0)).mix(tokens, lt.SPEC)
+        right = policy.attend_prompt(aligned, lt.SPEC)
+        np.testing.assert_array_equal(o[row, np.array(places)], right[row, :3])
 
 
 def test_what_does_not_fit_is_refused():

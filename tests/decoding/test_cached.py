@@ -185,6 +185,8 @@ def test_a_whole_decode_is_one_program_that_copies_no_layer(model):
     assert memory is not None
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(carry.cache))
     assert memory.alias_size_in_bytes >= held
+    # Less than a copy of them would take.
+    assert memory.temp_size_in_bytes < held
 
 
 def test_what_a_plan_cannot_mean_is_refused(model):

@@ -245,14 +245,14 @@ def test_wide_streams_leave_the_gradient_to_xla(monkeypatch):
     assert_results(spec, got, expected(spec, args))
 
 
-def test_none_keeps_xla_until_a_row_was_measured():
+def test_none_keeps_xla_while_a_row_speaks_for_one_size():
     h = jax.ShapeDtypeStruct((1, 2, 4, 256), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((1, 2, 5, 256), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((4, 256), jnp.float32)
     with hw.assume():
         choice = api.choose(h, kv, scale, scale)
     assert choice.implementation == "xla"
-    assert "no measured row" in choice.refused["mosaic"]
+    assert "one size alone" in choice.refused["mosaic"]
 
 
 @pytest.mark.gpu

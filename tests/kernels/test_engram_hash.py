@@ -179,12 +179,12 @@ def test_the_kernel_lowers_for_the_card(spec):
     assert "pk_engram_hash" in text
 
 
-def test_none_keeps_xla_until_a_row_was_measured():
+def test_none_keeps_xla_while_a_row_speaks_for_one_size():
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     with hw.assume():
         choice = choose(tokens, TINY)
         assert choice.implementation == "xla"
-        assert "no measured row" in choice.refused["mosaic"]
+        assert "one size alone" in choice.refused["mosaic"]
         none = jax.ShapeDtypeStruct((1, 0), jnp.int32)
         with pytest.raises(NotImplementedError, match="no tokens"):
             choose(none, TINY, implementation="mosaic")
