@@ -87,7 +87,11 @@ def empty_tokens(
 
 
 def keep_prompt(policy: CachePolicy, state: LayerState, tokens: Tokens) -> LayerState:
-    """Writes a prompt to the first slots; what padding leaves there is never read."""
+    """Writes a prompt to the first slots; what padding leaves there is never read.
+
+    Raises:
+      ValueError: the prompt has more tokens than there are slots.
+    """
     check_room(policy, tokens.k.shape[1], state.size("k")[2], "slots")
     state = state.put_block("k", by_head(tokens.k), (0, 0, 0, 0))
     state = state.put_block("v", by_head(tokens.v), (0, 0, 0, 0))

@@ -35,8 +35,8 @@ class CachePlanConfig:
       policy: of every layer that `layers` does not name.
       layers: (index of a layer, its policy); an index counts all layers from 0, or from
         the end if it is negative.
-      capacity: the most tokens a row may hold, prompt and continuation; `None` makes
-        the caches as long as a call needs.
+      capacity: the most tokens a row may hold, prompt and continuation: a longer call
+        is refused. Caches are as long as a call needs either way.
     """
 
     policy: CachePolicy = dataclasses.field(default_factory=DenseCacheConfig)

@@ -151,6 +151,14 @@ class CachePolicy:
 
         Tokens past the last slot are lost: shapes are static, so it is the caller who
         must not exceed `max_length`.
+
+        Args:
+          state: of one layer, or of several with `index`.
+          tokens: q [B, 1, H, K]; k, v [B, 1, G, K].
+          spec: the layer.
+
+        Returns:
+          The state with the tokens in it.
         """
         raise NotImplementedError
 

@@ -194,9 +194,13 @@ def generate_text(
       seed: as in `generate`.
       stream: called with (row, text) whenever more of a row can be read; characters
         that several tokens make up arrive whole.
+      cache: what attention layers keep; `None` keeps all tokens.
 
     Returns:
       The continuation of each prompt, without the prompt.
+
+    Raises:
+      ValueError: as in `generate`.
     """
     encoded = [np.asarray(tokenizer.encode(text)).tolist() for text in prompts]
     start = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

@@ -125,6 +125,26 @@ def h200() -> jax.Device:
     ).devices[0]
 
 
+def program_for_h200(lowered: jax.stages.Lowered) -> Any:
+    """Compiles what was lowered for "cuda", arrays of host memory among its arguments.
+
+    A compile-only device has no host memory to place arrays in, so those of the CPU
+    stand for them, which `compile_for_h200` would refuse.
+
+    Args:
+      lowered: `jax.jit(...).trace(...).lower(lowering_platforms=("cuda",))`.
+
+    Returns:
+      XLA's executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
+    """
+    options = xla_client.CompileOptions()
+    for part in (options, options.executable_build_options):
+        part.num_replicas = part.num_partitions = 1
+    device = h200()
+    devices = xla_client.DeviceList((device,))
+    return device.client.compile(lowered.compiler_ir("stablehlo"), devices, options)
+
+
 def compile_for_h200(fn: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
     """Compiles a function for one H200.
 

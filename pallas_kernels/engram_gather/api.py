@@ -99,7 +99,8 @@ def engram_gather(
 
     Differentiable in a table without scales: its gradient adds up the rows of equal ids
     in their order, as `segment_sum` does, and is as large as the table. Tables that
-    train are read through the rows of a batch (`jaxaccel.core.sparse_rows`).
+    train are read through the rows of a batch (`jaxaccel.core.sparse_rows`). Rows that
+    the kernel of `segment_sum` refuses have their gradient from XLA, whatever is named.
 
     Args:
       table: [N, d], float32, bfloat16 or float16; with `scale`, float8_e4m3fn.

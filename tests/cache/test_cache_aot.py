@@ -17,11 +17,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib import xla_client
 
 from pallas_kernels._common import aot
 
-device = aot.h200()
+aot.h200()
 
 from jaxaccel.cache.layer_state import AttentionSpec, Tokens
 from jaxaccel.cache.plan import PolicyCache
@@ -56,12 +55,7 @@ def decode(cache, q, k):
 
 traced = jax.jit(decode, donate_argnums=0).trace(cache, q, k)
 lowered = traced.lower(lowering_platforms=("cuda",))
-options = xla_client.CompileOptions()
-build = options.executable_build_options
-for part in (options, build):
-    part.num_replicas = part.num_partitions = 1
-devices = xla_client.DeviceList((device,))
-program = device.client.compile(lowered.compiler_ir("stablehlo"), devices, options)
+program = aot.program_for_h200(lowered)
 
 values = cache.states[0].values
 memory = program.get_compiled_memory_stats()
@@ -81,7 +75,7 @@ for line in hlo.splitlines():
         sizes = re.search(r"= [(]?\\w+\\[([\\d,]*)\\]", line)[1]
         is_small = math.prod(int(n) for n in sizes.split(",") if n) < 1024
         assert is_small or sizes == "2,2,8,512", line
-print("compiled for", device.device_kind)
+print("compiled for", aot.h200().device_kind)
 """
 
 
