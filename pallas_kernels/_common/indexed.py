@@ -24,10 +24,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import interpret
-
-
-WARPGROUP = 128  # threads
-PIECE_BYTES = 16  # what one thread moves at once, at most
+from pallas_kernels._common.pieces import PIECE_BYTES, WARPGROUP
 
 
 def layout(width: int) -> Any:

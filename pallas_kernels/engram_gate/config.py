@@ -8,10 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels._common import hw, tuning
+from pallas_kernels._common.pieces import PIECE_BYTES, WARPGROUP
 
-
-WARPGROUP = 128  # threads
-PIECE_BYTES = 16  # what a thread reads at once
 
 STREAMS = (1, 2, 4)
 DTYPES = ("float32", "bfloat16", "float16")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._common import tuning
+from pallas_kernels._common import pieces, tuning
 from pallas_kernels.engram_gather.reference import BLOCK
 
 
-WARPGROUP = 128  # threads
-PIECE_BYTES = 16  # what a thread moves at once
 # Pieces of a thread whose loads are in flight together, where rows allow so few.
 PIECES = 4
 
@@ -41,26 +38,20 @@ def piece(dim: int, dtype: Any) -> int:
 
     A row of 8-bit values is read 8 values at a time: they leave as 16 bytes.
     """
-    itemsize = max(2, jnp.dtype(dtype).itemsize)
-    values = PIECE_BYTES // itemsize
-    while values * itemsize >= 4:
-        if dim % values == 0:
-            return values
-        values //= 2
-    return 0
+    return pieces.longest(dim, max(2, jnp.dtype(dtype).itemsize))
 
 
 def step(dim: int, dtype: Any) -> int:
     """Rows of a block are a multiple of this many."""
-    return WARPGROUP // math.gcd(WARPGROUP, dim // piece(dim, dtype))
+    return pieces.equal_shares(dim // piece(dim, dtype))
 
 
 def heuristic(dim: int, dtype: Any) -> Config:
     """The tiling for rows of `dim` values that were not measured."""
     least = step(dim, dtype)
-    pieces = least * (dim // piece(dim, dtype)) // WARPGROUP  # of a thread
+    share = least * (dim // piece(dim, dtype)) // pieces.WARPGROUP  # of a thread
     multiple = 1
-    while 2 * multiple * pieces <= PIECES:
+    while 2 * multiple * share <= PIECES:
         multiple *= 2
     return Config(rows=least * multiple)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
+from pallas_kernels._common.layout import split_index
 from pallas_kernels.gated_delta_step.config import (
     BARRIER_BYTES,
     HEAD_DIM,
@@ -184,15 +186,18 @@ def _load_vector(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=STRIDED, optimized=False)
 
 
-def _items(plan: Plan) -> tuple[jax.Array, Any]:
-    """How many items this block has, and (i) -> (row, key head)."""
+def items_of_block(plan: Any, parts: int) -> tuple[jax.Array, Any]:
+    """How many items this block has, and (i) -> (row, part).
+
+    Args:
+      plan: with `items` and `blocks`.
+      parts: items of a row.
+    """
     block = lax.axis_index("block")
     count = lax.div(plan.items - 1 - block + plan.blocks, jnp.int32(plan.blocks))
 
     def place(i):
-        item = block + i * plan.blocks
-        heads = jnp.int32(plan.key_heads)
-        return lax.div(item, heads), lax.rem(item, heads)
+        return split_index(block + i * plan.blocks, parts)
 
     return count, place
 
@@ -246,26 +251,39 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
     plgpu.commit_smem()
 
 
-def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
-    """Warpgroup that runs ahead: tiles of the state, and small vectors."""
+def run_ahead(
+    plan: Any,
+    refs: dict[str, Any],
+    shared: dict[str, Any],
+    items: tuple[jax.Array, Any],
+    tile_of: Callable[..., Any],
+    prepare: Callable[..., None],
+) -> None:
+    """Warpgroup that runs ahead: tiles of the state, and small vectors.
+
+    Args:
+      plan: with `config` and `tiles`.
+      refs: device memory; "slots" among it.
+      shared: "ring", "full" and "free" of it, and "ready", "used".
+      items: of `items_of_block`.
+      tile_of: (row, part, warpgroup, tile) -> the tile in device memory.
+      prepare: (plan, refs, shared, at, row, part) fills one of the PREPARED places.
+    """
     config = plan.config
     stages = jnp.int32(config.stages)
-    count, place = _items(plan)
+    count, place = items
 
-    def fetch(row, head, first_tile, t):
-        r, piece = divmod(t, plan.tiles_per_head)
+    def fetch(row, part, first_tile, t):
         tile = first_tile + t
         stage = lax.rem(tile, stages)
-        rows = pl.ds(piece * config.rows, config.rows)
         for w in range(config.warpgroups):
 
             @pl.when(tile >= stages)
             def _(w=w):
                 plgpu.barrier_wait(shared["free"].at[w, stage])
 
-            h = head * plan.group + w * plan.heads + r
             plgpu.copy_gmem_to_smem(
-                refs["state"].at[refs["slots"][row], h, rows],
+                tile_of(row, part, w, t),
                 shared["ring"].at[w, stage],
                 shared["full"].at[w, stage],
                 # One contiguous copy; without the promise it is a tensor's.
@@ -273,7 +291,7 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
             )
 
     def item(i, done):
-        row, head = place(i)
+        row, part = place(i)
         live = refs["slots"][row] >= 0
 
         @pl.when(live)
@@ -286,7 +304,7 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
             @pl.when(done == 0)
             def _():
                 for t in range(early):
-                    fetch(row, head, first_tile, t)
+                    fetch(row, part, first_tile, t)
 
             at = lax.rem(done, jnp.int32(PREPARED))
 
@@ -294,16 +312,16 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
             def _():
                 plgpu.barrier_wait(shared["used"].at[at])
 
-            _prepare(plan, refs, shared, at, row, head)
+            prepare(plan, refs, shared, at, row, part)
             plgpu.barrier_arrive(shared["ready"].at[at])
 
             @pl.when(done > 0)
             def _():
                 for t in range(early):
-                    fetch(row, head, first_tile, t)
+                    fetch(row, part, first_tile, t)
 
             for t in range(early, plan.tiles):
-                fetch(row, head, first_tile, t)
+                fetch(row, part, first_tile, t)
 
         return done + live.astype(jnp.int32)
 
@@ -324,6 +342,17 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
     lax.fori_loop(jnp.maximum(done - PREPARED, 0), done, drain_item, None)
 
 
+def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
+    def tile_of(row, head, w, t):
+        r, piece = divmod(t, plan.tiles_per_head)
+        h = head * plan.group + w * plan.heads + r
+        rows = pl.ds(piece * plan.config.rows, plan.config.rows)
+        return refs["state"].at[refs["slots"][row], h, rows]
+
+    items = items_of_block(plan, plan.key_heads)
+    run_ahead(plan, refs, shared, items, tile_of, _prepare)
+
+
 def _unit_keys(plan: Plan, channels: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Unit q and k, the same in every row, and s q . k of each row."""
 
@@ -339,7 +368,7 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
     """Warpgroup that updates and reads the state of its value heads."""
     config = plan.config
     stages = jnp.int32(config.stages)
-    count, place = _items(plan)
+    count, place = items_of_block(plan, plan.key_heads)
     parts = config.rows // plan.part[0]
     ring = shared["ring"].at[w]
 

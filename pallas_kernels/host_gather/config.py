@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._common import tuning
+from pallas_kernels._common import pieces, tuning
+from pallas_kernels._common.pieces import PIECE_BYTES, WARPGROUP
 
 
-WARPGROUP = 128  # threads
-PIECE_BYTES = 16  # what a thread reads at once
 # Bytes of rows that a warpgroup has on their way: a multiple of what the link holds
 # while one answer comes, over all blocks.
 FLIGHT_BYTES = 8 * 1024
@@ -58,17 +56,12 @@ def short_piece(dim: int, dtype: Any) -> int:
       0 if rows are no multiple of 4 bytes, or of values that have no select.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    values = PIECE_BYTES // itemsize if itemsize > 1 else 0
-    while values * itemsize >= 4:
-        if dim % values == 0:
-            return values
-        values //= 2
-    return 0
+    return pieces.longest(dim, itemsize) if itemsize > 1 else 0
 
 
 def short_rows(dim: int, dtype: Any) -> int:
     """Rows of a step, such that threads have equal shares of such rows."""
-    return WARPGROUP // math.gcd(WARPGROUP, dim // short_piece(dim, dtype))
+    return pieces.equal_shares(dim // short_piece(dim, dtype))
 
 
 def candidates(dim: int, dtype: Any) -> list[Config]:
@@ -117,10 +110,10 @@ def refusal(num_rows: int, dim: int, dtype: Any, lookups: int) -> str | None:
             "threads that share one, nor of 4 bytes of wider values"
         )
     if not piece(dim, dtype):
-        pieces = short_rows(dim, dtype) * dim // short_piece(dim, dtype) // WARPGROUP
-        if pieces > MAX_PIECES:
+        share = short_rows(dim, dtype) * dim // short_piece(dim, dtype) // WARPGROUP
+        if share > MAX_PIECES:
             return (
-                f"a step of rows of {dim} gives a thread {pieces} pieces, its "
+                f"a step of rows of {dim} gives a thread {share} pieces, its "
                 f"registers hold {MAX_PIECES}"
             )
     if (size := row_bytes(dim, dtype)) > MAX_ROW_BYTES:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._common import tuning
+from pallas_kernels._common import pieces, tuning
 
 
-WARPGROUP = 128  # threads
-PIECE_BYTES = 16  # what a thread reads at once
 MAX_PIECES = 8  # of a thread, with their sums in registers
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -48,18 +45,12 @@ CANDIDATES = tuple(
 
 def piece(dim: int, dtype: Any) -> int:
     """Values that a thread reads at once; 0 if rows are no multiple of 4 bytes."""
-    itemsize = jnp.dtype(dtype).itemsize
-    values = PIECE_BYTES // itemsize
-    while values * itemsize >= 4:
-        if dim % values == 0:
-            return values
-        values //= 2
-    return 0
+    return pieces.longest(dim, jnp.dtype(dtype).itemsize)
 
 
 def strips(dim: int, dtype: Any) -> int:
     """Strips of a block: as few as give its threads equal shares."""
-    return WARPGROUP // math.gcd(WARPGROUP, dim // piece(dim, dtype))
+    return pieces.equal_shares(dim // piece(dim, dtype))
 
 
 def table_key(dim: int, dtype: Any) -> str:
@@ -85,12 +76,12 @@ def refusal(count: int, dim: int, dtype: Any, num_segments: int) -> str | None:
         return f"{count} rows and {num_segments} sums, the kernel takes one or more"
     if not dim or not piece(dim, dtype):
         return f"a row of {dim} {name} is no multiple of 4 bytes"
-    pieces = strips(dim, dtype) * (dim // piece(dim, dtype)) // WARPGROUP
-    if pieces > MAX_PIECES:
+    share = strips(dim, dtype) * (dim // piece(dim, dtype)) // pieces.WARPGROUP
+    if share > MAX_PIECES:
         return (
-            f"a row of {dim} {name} gives a thread {pieces} pieces, its registers hold "
+            f"a row of {dim} {name} gives a thread {share} pieces, its registers hold "
             f"the sums of {MAX_PIECES}"
         )
-    if max(num_segments, count) >= 2**31 - WARPGROUP:
+    if max(num_segments, count) >= 2**31 - pieces.WARPGROUP:
         return f"{num_segments} sums of {count} rows are counted in int32"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_step.config import BARRIER_BYTES, PREPARED
 
 
 HEAD_DIM = 64  # V
@@ -15,8 +16,6 @@ STATE_DIM = 128  # N
 VECTOR = 128  # channels that a warpgroup handles at a time
 GROUPS_OF = (2, 4, 8, 16)  # heads per group
 MAX_WIDTH = 8  # taps of the convolution
-PREPARED = 2  # items whose small vectors are in shared memory
-BARRIER_BYTES = 1024  # of shared memory, kept for a block's barriers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

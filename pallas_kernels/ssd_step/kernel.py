@@ -107,19 +107,6 @@ class Plan:
 B, C, X = 0, 1, 2  # places of b, c and x among an item's vectors
 
 
-def _items(plan: Plan) -> tuple[jax.Array, Any]:
-    """How many items this block has, and (i) -> (row, group)."""
-    block = lax.axis_index("block")
-    count = lax.div(plan.items - 1 - block + plan.blocks, jnp.int32(plan.blocks))
-
-    def place(i):
-        item = block + i * plan.blocks
-        groups = jnp.int32(plan.groups)
-        return lax.div(item, groups), lax.rem(item, groups)
-
-    return count, place
-
-
 def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, group):
     """Convolves an item's channels, shifts its window, makes steps and decays.
 
@@ -176,79 +163,12 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
 
 
 def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
-    """Warpgroup that runs ahead: states, and small vectors."""
-    config = plan.config
-    stages = jnp.int32(config.stages)
-    count, place = _items(plan)
+    def tile_of(row, group, w, t):
+        h = group * plan.group + w * plan.tiles + t
+        return refs["state"].at[refs["slots"][row], h]
 
-    def fetch(row, group, first_tile, t):
-        tile = first_tile + t
-        stage = lax.rem(tile, stages)
-        for w in range(config.warpgroups):
-
-            @pl.when(tile >= stages)
-            def _(w=w):
-                plgpu.barrier_wait(shared["free"].at[w, stage])
-
-            h = group * plan.group + w * plan.tiles + t
-            plgpu.copy_gmem_to_smem(
-                refs["state"].at[refs["slots"][row], h],
-                shared["ring"].at[w, stage],
-                shared["full"].at[w, stage],
-                # One contiguous copy; without the promise it is a tensor's.
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
-
-    def item(i, done):
-        row, group = place(i)
-        live = refs["slots"][row] >= 0
-
-        @pl.when(live)
-        def _():
-            first_tile = done * plan.tiles
-            early = min(plan.tiles, config.stages)
-
-            # The first item's copies find the ring empty; later ones would wait for
-            # tiles that cannot be computed before what is prepared here.
-            @pl.when(done == 0)
-            def _():
-                for t in range(early):
-                    fetch(row, group, first_tile, t)
-
-            at = lax.rem(done, jnp.int32(PREPARED))
-
-            @pl.when(done >= PREPARED)
-            def _():
-                plgpu.barrier_wait(shared["used"].at[at])
-
-            _prepare(plan, refs, shared, at, row, group)
-            plgpu.barrier_arrive(shared["ready"].at[at])
-
-            @pl.when(done > 0)
-            def _():
-                for t in range(early):
-                    fetch(row, group, first_tile, t)
-
-            for t in range(early, plan.tiles):
-                fetch(row, group, first_tile, t)
-
-        return done + live.astype(jnp.int32)
-
-    done = lax.fori_loop(0, count, item, jnp.int32(0))
-
-    # Every arrival must be waited for before the block ends.
-    def drain_tile(tile, carry):
-        for w in range(config.warpgroups):
-            plgpu.barrier_wait(shared["free"].at[w, lax.rem(tile, stages)])
-        return carry
-
-    def drain_item(i, carry):
-        plgpu.barrier_wait(shared["used"].at[lax.rem(i, jnp.int32(PREPARED))])
-        return carry
-
-    tiles = done * plan.tiles
-    lax.fori_loop(jnp.maximum(tiles - stages, 0), tiles, drain_tile, None)
-    lax.fori_loop(jnp.maximum(done - PREPARED, 0), done, drain_item, None)
+    items = delta.items_of_block(plan, plan.groups)
+    delta.run_ahead(plan, refs, shared, items, tile_of, _prepare)
 
 
 def _place_of_head(head: int, p: int, rows: int) -> tuple[int, Any]:
@@ -317,7 +237,7 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
     """Warpgroup that updates and reads the states of its heads."""
     config = plan.config
     stages = jnp.int32(config.stages)
-    count, place = _items(plan)
+    count, place = delta.items_of_block(plan, plan.groups)
 
     def head_of_item(done, at, row, group, t, begins):
         tile = done * plan.tiles + t

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import engram_gather
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, pieces
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.engram_gather import api, config, reference, specs
@@ -128,7 +128,7 @@ def test_lowers_for_the_card_at_every_size(spec):
 def test_the_picked_block_gives_threads_equal_shares():
     for dim, dtype in ((80, "bfloat16"), (256, "float8_e4m3fn"), (6, "float32")):
         rows = config.pick(dim, dtype, 64 * 81).rows
-        assert rows * (dim // config.piece(dim, dtype)) % config.WARPGROUP == 0
+        assert rows * (dim // config.piece(dim, dtype)) % pieces.WARPGROUP == 0
 
 
 @pytest.mark.parametrize("spec", [*specs.specs("perf")], ids=lambda spec: spec.name)
