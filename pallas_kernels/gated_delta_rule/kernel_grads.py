@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -444,6 +445,55 @@ def _scratch(shapes: Shapes, config: Config) -> dict[str, Any]:
     }
 
 
+def launch_grads(
+    kernel: Callable[..., None],
+    name: str,
+    sources: dict[str, jax.Array],
+    out_type: dict[str, jax.ShapeDtypeStruct],
+    *,
+    blocks: int,
+    threads: int,
+    registers: Sequence[int],
+    scratch: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs a kernel of gradients that need no order.
+
+    Args:
+      kernel: called as kernel(sources, outputs, scratch) with refs by name.
+      name: of the kernel in profiles.
+      sources, out_type: device memory by name.
+      blocks, threads: of the grid, and warpgroups of a block.
+      registers: that a block's warpgroups ask for.
+      scratch: shared memory and barriers.
+
+    Returns:
+      The outputs by name.
+    """
+    hw.check_registers(registers)
+    hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, name)
+
+    def body(*refs, **smem):
+        inputs, outputs = refs[: len(sources)], refs[len(sources) :]
+        kernel(
+            dict(zip(sources, inputs, strict=True)),
+            dict(zip(out_type, outputs, strict=True)),
+            smem,
+        )
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(out_type.values()),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=threads,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name=name,
+        compiler_params=tc.params(REDUCTION_BYTES),
+    )(*sources.values())
+    return dict(zip(out_type, results, strict=True))
+
+
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def chunk_grads(
@@ -469,29 +519,15 @@ def chunk_grads(
     out_type = {"dq": keys, "dk": keys, "dg": per_token, "dbeta": per_token}
     scratch = _scratch(shapes, config)
     requested = [x.registers for x in PARTS[config.grads_warpgroups] if x.registers]
-    hw.check_registers(requested)
-    hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, "pk_gdn_grads")
-
-    def body(*refs, **smem):
-        inputs, outputs = refs[: len(sources)], refs[len(sources) :]
-        _chunk_grads_kernel(
-            dict(zip(sources, inputs, strict=True)),
-            dict(zip(out_type, outputs, strict=True)),
-            smem,
-            shapes=shapes,
-            scale=scale,
-            config=config,
-        )
-
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(out_type.values()),
-        grid=(shapes.batch * shapes.chunks * shapes.key_heads,),
-        grid_names=("block",),
-        num_threads=config.grads_warpgroups,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="pk_gdn_grads",
-        compiler_params=tc.params(REDUCTION_BYTES),
-    )(*sources.values())
-    return dict(zip(out_type, results, strict=True))
+    return launch_grads(
+        functools.partial(
+            _chunk_grads_kernel, shapes=shapes, scale=scale, config=config
+        ),
+        "pk_gdn_grads",
+        sources,
+        out_type,
+        blocks=shapes.batch * shapes.chunks * shapes.key_heads,
+        threads=config.grads_warpgroups,
+        registers=requested,
+        scratch=scratch,
+    )

@@ -58,13 +58,13 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
 from pallas_kernels.gated_delta_rule.kernel_grads import (
     decay_gradient,
     document_bounds,
+    launch_grads,
 )
 
 
 SLOTS = 2  # of the ring: one for each half of V
 PAIRS, COPY = 2, 3  # warpgroups; those before have the columns
 REGISTERS = (160, 160, 168, 24)
-REDUCTION_BYTES = 8192
 KEYS = ("q", "k")
 VALUES = ("do", "written", "d_weighed", "v")
 STATES = ("states", "d_states")
@@ -487,28 +487,13 @@ def chunk_grads_ring(
     out_type = {"dq": keys, "dk": keys, "dv": values, "dg": per_token}
     out_type["dbeta"] = per_token
     scratch = _scratch(shapes)
-    hw.check_registers(REGISTERS)
-    hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, "pk_gdn_grads_ring")
-
-    def body(*refs, **smem):
-        inputs, outputs = refs[: len(sources)], refs[len(sources) :]
-        _grads_ring_kernel(
-            dict(zip(sources, inputs, strict=True)),
-            dict(zip(out_type, outputs, strict=True)),
-            smem,
-            shapes=shapes,
-            scale=scale,
-        )
-
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(out_type.values()),
-        grid=(min(_blocks(shapes), hw.device().sms),),
-        grid_names=("block",),
-        num_threads=len(REGISTERS),
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="pk_gdn_grads_ring",
-        compiler_params=tc.params(REDUCTION_BYTES),
-    )(*sources.values())
-    return dict(zip(out_type, results, strict=True))
+    return launch_grads(
+        functools.partial(_grads_ring_kernel, shapes=shapes, scale=scale),
+        "pk_gdn_grads_ring",
+        sources,
+        out_type,
+        blocks=min(_blocks(shapes), hw.device().sms),
+        threads=len(REGISTERS),
+        registers=REGISTERS,
+        scratch=scratch,
+    )

@@ -353,6 +353,30 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
     run_ahead(plan, refs, shared, items, tile_of, _prepare)
 
 
+def walk(
+    plan: Any,
+    shared: dict[str, Any],
+    w: int,
+    count: jax.Array,
+    item: Callable[[jax.Array, jax.Array], jax.Array],
+) -> None:
+    """Takes the items of a computing warpgroup, and gives its last tile back.
+
+    Args:
+      plan, shared: as for `run_ahead`.
+      w: the warpgroup.
+      count: how many items there are.
+      item: (index, items done that had a slot) -> those after it.
+    """
+    done = lax.fori_loop(0, count, item, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(done > 0)
+    def _():
+        last = lax.rem(done * plan.tiles - 1, jnp.int32(plan.config.stages))
+        plgpu.barrier_arrive(shared["free"].at[w, last])
+
+
 def _unit_keys(plan: Plan, channels: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Unit q and k, the same in every row, and s q . k of each row."""
 
@@ -464,39 +488,30 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
 
         return done + live.astype(jnp.int32)
 
-    done = lax.fori_loop(0, count, item, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(done > 0)
-    def _():
-        last = lax.rem(done * plan.tiles - 1, stages)
-        plgpu.barrier_arrive(shared["free"].at[w, last])
+    walk(plan, shared, w, count, item)
 
 
-def _gated_delta_step_kernel(*refs, plan: Plan, names: tuple[str, ...], **shared):
-    named = dict(zip(names, refs, strict=True))
-    warpgroup = lax.axis_index("warpgroup")
-    for w in range(plan.config.warpgroups):
-        pl.when(warpgroup == w)(functools.partial(_compute, plan, named, shared, w))
-    feed = functools.partial(_feed, plan, named, shared)
-    pl.when(warpgroup == plan.config.warpgroups)(feed)
+def ring_scratch(plan: Any, tile: tuple[int, int]) -> dict[str, Any]:
+    """The ring of tiles, and the barriers of `run_ahead`."""
+    warpgroups, stages = plan.config.warpgroups, plan.config.stages
+    return {
+        "ring": plgpu.SMEM((warpgroups, stages, *tile), plan.state_dtype),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
+        "free": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
+        "ready": plgpu.Barrier(num_arrivals=1, num_barriers=PREPARED),
+        "used": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=PREPARED),
+    }
 
 
 def _scratch(plan: Plan) -> dict[str, Any]:
-    config, group = plan.config, plan.group
-    warpgroups, stages = config.warpgroups, config.stages
-    tile = (config.rows, HEAD_DIM)
+    group, warpgroups = plan.group, plan.config.warpgroups
     return {
-        "ring": plgpu.SMEM((warpgroups, stages, *tile), plan.state_dtype),
+        **ring_scratch(plan, (plan.config.rows, HEAD_DIM)),
         "channels": plgpu.SMEM((PREPARED, 2 + group, HEAD_DIM), plan.dtype),
         "gates": plgpu.SMEM((PREPARED, 2 * group, HEAD_DIM), jnp.float32),
         "out_gate": plgpu.SMEM((PREPARED, group, HEAD_DIM), jnp.float32),
         "read": plgpu.SMEM((warpgroups, HEAD_DIM), plan.dtype),
         "out": plgpu.SMEM((warpgroups, 2, HEAD_DIM), plan.dtype),
-        "full": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
-        "free": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
-        "ready": plgpu.Barrier(num_arrivals=1, num_barriers=PREPARED),
-        "used": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=PREPARED),
     }
 
 
@@ -507,6 +522,65 @@ def shared_bytes(scratch: dict[str, Any]) -> int:
     return BARRIER_BYTES + sum(
         math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays
     )
+
+
+def launch(
+    plan: Any,
+    op: str,
+    compute: Callable[..., None],
+    feed: Callable[..., None],
+    inputs: dict[str, jax.Array],
+    pools: tuple[jax.Array, jax.Array],
+    scratch: dict[str, Any],
+    is_first: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs persistent blocks of warpgroups that compute, and one that runs ahead.
+
+    Args:
+      plan: with `config` and `blocks`.
+      op: name of the op, of the kernel in profiles.
+      compute: (plan, device memory, shared memory, warpgroup).
+      feed: (plan, device memory, shared memory).
+      inputs: device memory by name; y has the shape of "z".
+      pools: of the convolution's windows and of states.
+      scratch: shared memory and barriers.
+      is_first: whether rows begin documents, `None` if none do.
+
+    Returns:
+      y, a row for each of "z", and the new pools.
+    """
+    config = plan.config
+    hw.check_smem(config.blocks_per_sm * shared_bytes(scratch), op)
+    if is_first is not None:
+        inputs = inputs | {"first": is_first.astype(jnp.int32)}
+    # What a kernel writes through a reference is updated in place.
+    conv_ref, state_ref = (jax.new_ref(pool) for pool in pools)
+    names = (*inputs, "conv", "state", "y")
+
+    def body(*refs, **shared):
+        named = dict(zip(names, refs, strict=True))
+        warpgroup = lax.axis_index("warpgroup")
+        for w in range(config.warpgroups):
+            pl.when(warpgroup == w)(functools.partial(compute, plan, named, shared, w))
+        ahead = functools.partial(feed, plan, named, shared)
+        pl.when(warpgroup == config.warpgroups)(ahead)
+
+    y = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(inputs["z"].shape, plan.dtype),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name=f"pk_{op}",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not config.auto_barriers,
+        ),
+    )(*inputs.values(), conv_ref, state_ref)
+    return y.reshape(len(y), -1), jax.freeze(conv_ref), jax.freeze(state_ref)
 
 
 def gated_delta_step(
@@ -544,8 +618,6 @@ def gated_delta_step(
             f"warpgroups={config.warpgroups}, allowed are divisors of the {plan.group} "
             "value heads that read a key head"
         )
-    scratch = _scratch(plan)
-    hw.check_smem(config.blocks_per_sm * shared_bytes(scratch), "gated_delta_step")
     inputs = {
         "qkv": qkv,
         "a": a,
@@ -557,24 +629,7 @@ def gated_delta_step(
         "scale": layer.norm_scale,
         "slots": slots,
     }
-    if is_first is not None:
-        inputs["first"] = is_first.astype(jnp.int32)
-    # What a kernel writes through a reference is updated in place.
-    conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
-    names = (*inputs, "conv", "state", "y")
-    y = plgpu.kernel(
-        functools.partial(_gated_delta_step_kernel, plan=plan, names=names),
-        out_type=jax.ShapeDtypeStruct((batch, value_heads, HEAD_DIM), qkv.dtype),
-        grid=(plan.blocks,),
-        grid_names=("block",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="pk_gated_delta_step",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=not config.auto_barriers,
-        ),
-    )(*inputs.values(), conv_ref, state_ref)
-    return y.reshape(batch, -1), jax.freeze(conv_ref), jax.freeze(state_ref)
+    pools, scratch = (conv_pool, state_pool), _scratch(plan)
+    return launch(
+        *(plan, "gated_delta_step", _compute, _feed, inputs, pools, scratch, is_first)
+    )

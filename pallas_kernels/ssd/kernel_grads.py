@@ -45,14 +45,16 @@ from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
 from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
-from pallas_kernels.gated_delta_rule.kernel_grads import document_bounds
+from pallas_kernels.gated_delta_rule.kernel_grads import (
+    document_bounds,
+    launch_grads,
+)
 from pallas_kernels.ssd.config_mosaic import SPAN, STATE_DIM, Shapes
 
 
 COLUMNS = STATE_DIM // 2  # of a warpgroup
 PAIRS, COPY = 2, 3  # warpgroups; those before have the columns
 REGISTERS = (160, 160, 168, 24)
-REDUCTION_BYTES = 8192
 KEYS = ("b", "c")
 VALUES = ("x", "dy")
 EDGES = ("states", "d_states")
@@ -496,27 +498,13 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
     out_type = dict.fromkeys(("db", "dc"), keys)
     out_type |= dict.fromkeys(("dstep", "dg", "dd"), per_token)
     scratch = _scratch(shapes)
-    hw.check_registers(REGISTERS)
-    hw.check_smem(tc.shared_bytes(scratch) + REDUCTION_BYTES, "pk_ssd_grads")
-
-    def body(*refs, **smem):
-        inputs, outputs = refs[: len(names)], refs[len(names) :]
-        _grads_kernel(
-            dict(zip(names, inputs, strict=True)),
-            dict(zip(out_type, outputs, strict=True)),
-            smem,
-            shapes=shapes,
-        )
-
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(out_type.values()),
-        grid=(min(_blocks(shapes), hw.device().sms),),
-        grid_names=("block",),
-        num_threads=len(REGISTERS),
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="pk_ssd_grads",
-        compiler_params=tc.params(REDUCTION_BYTES),
-    )(*(sources[name] for name in names))
-    return dict(zip(out_type, results, strict=True))
+    return launch_grads(
+        functools.partial(_grads_kernel, shapes=shapes),
+        "pk_ssd_grads",
+        {name: sources[name] for name in names},
+        out_type,
+        blocks=min(_blocks(shapes), hw.device().sms),
+        threads=len(REGISTERS),
+        registers=REGISTERS,
+        scratch=scratch,
+    )

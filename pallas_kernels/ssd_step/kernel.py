@@ -283,39 +283,20 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
 
         return done + live.astype(jnp.int32)
 
-    done = lax.fori_loop(0, count, item, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(done > 0)
-    def _():
-        last = lax.rem(done * plan.tiles - 1, stages)
-        plgpu.barrier_arrive(shared["free"].at[w, last])
-
-
-def _ssd_step_kernel(*refs, plan: Plan, names: tuple[str, ...], **shared):
-    named = dict(zip(names, refs, strict=True))
-    warpgroup = lax.axis_index("warpgroup")
-    for w in range(plan.config.warpgroups):
-        pl.when(warpgroup == w)(functools.partial(_compute, plan, named, shared, w))
-    feed = functools.partial(_feed, plan, named, shared)
-    pl.when(warpgroup == plan.config.warpgroups)(feed)
+    delta.walk(plan, shared, w, count, item)
 
 
 def _scratch(plan: Any) -> dict[str, Any]:
-    warpgroups, stages = plan.config.warpgroups, plan.config.stages
+    warpgroups = plan.config.warpgroups
     vectors = plgpu.SMEM((PREPARED, plan.vectors, VECTOR), jnp.float32)
     return {
-        "ring": plgpu.SMEM((warpgroups, stages, HEAD_DIM, STATE_DIM), plan.state_dtype),
+        **delta.ring_scratch(plan, (HEAD_DIM, STATE_DIM)),
         "channels": plgpu.SMEM((PREPARED, 2 + plan.vectors, VECTOR), plan.dtype),
         "steps": plgpu.SMEM((PREPARED, 3 * plan.group, VECTOR), jnp.float32),
         "gate": vectors,
         "scale": vectors,
         "gated": vectors,
         "rstd": plgpu.SMEM((warpgroups, plan.part[0]), jnp.float32),
-        "full": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
-        "free": plgpu.Barrier(num_arrivals=1, num_barriers=(warpgroups, stages)),
-        "ready": plgpu.Barrier(num_arrivals=1, num_barriers=PREPARED),
-        "used": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=PREPARED),
         "met": plgpu.Barrier(num_arrivals=warpgroups),
     }
 
@@ -351,8 +332,6 @@ def ssd_step(
     )
     if reason := config.refusal(plan.group, plan.dtype, plan.state_dtype):
         raise ValueError(reason)
-    scratch = _scratch(plan)
-    hw.check_smem(config.blocks_per_sm * delta.shared_bytes(scratch), "ssd_step")
     inputs = {
         "xbc": xbc,
         "dt": dt,
@@ -365,24 +344,7 @@ def ssd_step(
         "scale": layer.norm_scale.reshape(-1, VECTOR),
         "slots": slots,
     }
-    if is_first is not None:
-        inputs["first"] = is_first.astype(jnp.int32)
-    # What a kernel writes through a reference is updated in place.
-    conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
-    names = (*inputs, "conv", "state", "y")
-    y = plgpu.kernel(
-        functools.partial(_ssd_step_kernel, plan=plan, names=names),
-        out_type=jax.ShapeDtypeStruct(inputs["z"].shape, xbc.dtype),
-        grid=(plan.blocks,),
-        grid_names=("block",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="pk_ssd_step",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=not config.auto_barriers,
-        ),
-    )(*inputs.values(), conv_ref, state_ref)
-    return y.reshape(batch, -1), jax.freeze(conv_ref), jax.freeze(state_ref)
+    pools, scratch = (conv_pool, state_pool), _scratch(plan)
+    return delta.launch(
+        *(plan, "ssd_step", _compute, _feed, inputs, pools, scratch, is_first)
+    )
