@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,19 @@ MAX_GROUP = 8  # value heads that read one key head
 MAX_WIDTH = 8  # taps of the convolution
 PREPARED = 2  # tokens whose small vectors are in shared memory
 BARRIER_BYTES = 1024  # of shared memory, kept for a block's barriers
+
+
+def check_allowed(config: Any, allowed: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses a launch parameter that is not among those of its name.
+
+    Raises:
+      ValueError: names the parameter, its value and what is allowed.
+    """
+    for name, values in allowed.items():
+        if (value := getattr(config, name)) not in values:
+            raise ValueError(
+                f"{name}={value}, allowed are {', '.join(map(str, values))}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,12 +66,7 @@ class Config:
             "part": (16, 32, 64),
             "row_threads": (8, 16),
         }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}, allowed are "
-                    f"{', '.join(map(str, values))}"
-                )
+        check_allowed(self, allowed)
         if self.rows % self.part:
             raise ValueError(
                 f"part={self.part}, allowed are divisors of rows={self.rows}"

@@ -8,7 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels._common import hw
-from pallas_kernels.gated_delta_step.config import BARRIER_BYTES, PREPARED
+from pallas_kernels.gated_delta_step.config import (
+    BARRIER_BYTES,
+    PREPARED,
+    check_allowed,
+)
 
 
 HEAD_DIM = 64  # V
@@ -49,12 +53,7 @@ class Config:
             "part": (16, 32, 64),
             "row_threads": (8, 16),
         }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}, allowed are "
-                    f"{', '.join(map(str, values))}"
-                )
+        check_allowed(self, allowed)
 
     def shared_bytes(self, group: int, dtype: Any, state_dtype: Any) -> int:
         """Shared memory of an SM's blocks, with room for their barriers.

@@ -1,12 +1,20 @@
 """Calls of `attention` and its gradients, and what they are compared with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.attention import attention_with_lse, tile_bounds, tiling
+from pallas_kernels.attention import (
+    attention,
+    attention_with_lse,
+    specs,
+    tile_bounds,
+    tiling,
+)
 
 
 NAMES = ("o", "lse", "dq", "dk", "dv", "dsinks")
@@ -109,3 +117,33 @@ def assert_all_close(got, want, names=NAMES):
 
 def assert_equal_to_reference(args, got, **options):
     assert_all_close(got, results(exact(args), "reference", **options))
+
+
+def assert_model_shape(spec, repeats, **options):
+    """The kernels' results and gradients are the reference's, and the same each time.
+
+    Args:
+      spec: of the op's sizes.
+      repeats: how many runs have the bits of the first.
+      **options: of `attention`, besides the implementation.
+    """
+    args = list(spec.arguments(jax.random.key(1)))
+    if spec.logit_cap is not None:
+        # Logits of 20 to 40, at which the cap counts.
+        args[0] = args[0] * jnp.asarray(25, args[0].dtype)
+    mosaic = functools.partial(attention, implementation="mosaic", **options)
+    reference = functools.partial(attention, implementation="reference")
+    run = jax.jit(specs.run(spec, mosaic, backward=True))
+    got = run(*args)
+    exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
+    want = jax.jit(specs.run(spec, reference, backward=True))(*exact)
+    assert_all_close(got, want, [name for name in NAMES if name != "lse"])
+
+    @jax.jit
+    def same(a, b):
+        return jnp.all(
+            jnp.asarray([jnp.array_equal(*x) for x in zip(a, b, strict=True)])
+        )
+
+    for _ in range(repeats):
+        assert same(run(*args), got)

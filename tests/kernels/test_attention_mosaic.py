@@ -10,8 +10,8 @@ import pytest
 from attention_cases import (
     NAMES,
     arguments,
-    assert_all_close,
     assert_equal_to_reference,
+    assert_model_shape,
     interpreted_results,
     lengths,
     results,
@@ -19,7 +19,6 @@ from attention_cases import (
 
 from pallas_kernels._common import hw
 from pallas_kernels.attention import (
-    api,
     attention,
     choose,
     config_mosaic,
@@ -255,28 +254,7 @@ def test_the_kernels_are_picked_on_the_card_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", list(specs.specs("model")), ids=lambda x: x.name)
 def test_model_shapes_on_the_card(spec):
-    args = list(spec.arguments(jax.random.key(1)))
-    if spec.logit_cap is not None:
-        # Logits of 20 to 40, at which the cap counts.
-        args[0] = args[0] * jnp.asarray(25, args[0].dtype)
-    mosaic, reference = (
-        functools.partial(api.attention, implementation=x)
-        for x in ("mosaic", "reference")
-    )
-    run = jax.jit(specs.run(spec, mosaic, backward=True))
-    got = run(*args)
-    exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
-    want = jax.jit(specs.run(spec, reference, backward=True))(*exact)
-    assert_all_close(got, want, [name for name in NAMES if name != "lse"])
-
-    @jax.jit
-    def same(a, b):
-        return jnp.all(
-            jnp.asarray([jnp.array_equal(*x) for x in zip(a, b, strict=True)])
-        )
-
-    for _ in range(100):
-        assert same(run(*args), got)
+    assert_model_shape(spec, 100)
 
 
 @pytest.mark.gpu
