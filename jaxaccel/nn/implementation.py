@@ -19,6 +19,7 @@ OPS = (
     "rms_norm",
     "sort_dispatch",
     "ssd",
+    "ssd_step",
 )
 _ALLOWED = ("reference", "xla", "mosaic")
 

@@ -17,15 +17,21 @@ from jaxaccel.cache.recurrent import (
     RecurrentCache,
     RecurrentCacheOfLayer,
 )
-from jaxaccel.data.batch import ConvBorders, PackingMetadata
+from jaxaccel.data.batch import ChunkStarts, ConvBorders, PackingMetadata
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
 from pallas_kernels.causal_conv1d import causal_conv1d
 from pallas_kernels.causal_conv1d import choose as choose_conv
-from pallas_kernels.ssd import ssd, ssd_step
+from pallas_kernels.ssd import choose as choose_ssd
+from pallas_kernels.ssd import ssd
+from pallas_kernels.ssd_step import Layer, ssd_step
+from pallas_kernels.ssd_step import choose as choose_step
 
 
+# Tokens per chunk of the table that the kernels of whole rows read, whatever
+# `Mamba2Config.chunk_size` is.
+_STARTS = ChunkStarts(chunk=64)
 _STATE_DTYPES = ("float32", "bfloat16")
 
 
@@ -214,6 +220,7 @@ class Mamba2(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.conv_implementation = implementation_of("causal_conv1d", implementation)
         self.ssd_implementation = implementation_of("ssd", implementation)
+        self.step_implementation = implementation_of("ssd_step", implementation)
 
     @property
     def _borders(self) -> ConvBorders:
@@ -222,28 +229,44 @@ class Mamba2(nnx.Module):
 
     def tables(
         self, batch: int, time: int, *, cached: bool = False
-    ) -> tuple[ConvBorders, ...]:
+    ) -> tuple[ChunkStarts | ConvBorders, ...]:
         """Says which tables of `PackingMetadata` a call reads.
 
         Args:
           batch, time: B and T of the call.
-          cached: whether it has a cache.
+          cached: whether it has a cache; one token is then a step of decoding.
 
         Returns:
           The tables, none where the implementation that will run needs none.
         """
-        # With a cache, a row's first document goes on and its borders are others.
-        if cached:
+        if cached and time == 1:
             return ()
-        channels = self.config.conv_channels
-        x, weight, bias = (
-            jax.ShapeDtypeStruct((*shape, channels), self.dtype)
-            for shape in ((batch, time), (self.config.conv_width,), ())
+        config = self.config
+        channels = config.conv_channels
+
+        def shape(*axes):
+            return jax.ShapeDtypeStruct(axes, self.dtype)
+
+        x = shape(batch, time, config.num_heads, config.head_dim)
+        b = shape(batch, time, config.num_groups, config.state_dim)
+        whole = choose_ssd(
+            *(x, None, None, b),
+            chunk_size=config.chunk_size,
+            implementation=self.ssd_implementation,
         )
         conv = choose_conv(
-            x, weight, bias=bias, implementation=self.conv_implementation
+            shape(batch, time, channels),
+            shape(config.conv_width, channels),
+            bias=shape(channels),
+            implementation=self.conv_implementation,
         )
-        return (self._borders,) if conv.implementation == "mosaic" else ()
+        found: list[ChunkStarts | ConvBorders] = []
+        if whole.implementation == "mosaic":
+            found.append(_STARTS)
+        # With a cache, a row's first document goes on and its borders are others.
+        if conv.implementation == "mosaic" and not cached:
+            found.append(self._borders)
+        return tuple(found)
 
     def init_cache(
         self, batch: int, max_length: int, dtype: DTypeLike
@@ -281,6 +304,8 @@ class Mamba2(nnx.Module):
           [B, T, D] in the compute dtype, and the state after the last real token, of
           the cache's type (`None` without one).
         """
+        if cache is not None and x.shape[1] == 1:
+            return self._step(x, meta, cache)
         if isinstance(cache, RecurrentCacheOfLayer):
             y, row = self(x, meta, cache.row, length)
             return y, cache.replace(cast(RecurrentCache, row))
@@ -297,6 +322,7 @@ class Mamba2(nnx.Module):
             is_first=meta.is_first if restarts else None,
             is_real=meta.is_real if meta.ids_are_given else None,
             borders=meta.table(self._borders) if cache is None else None,
+            starts=meta.table(_STARTS),
             cache=cache,
         )
         y = checkpoint_name(y, "mamba_out")  # [B, T, H*V]
@@ -310,9 +336,13 @@ class Mamba2(nnx.Module):
         is_first: jax.Array | None,
         is_real: jax.Array | None,
         borders: Any = None,
+        starts: jax.Array | None = None,
         cache: RecurrentCache | None,
     ) -> tuple[jax.Array, RecurrentCache]:
-        """Convolution and recurrence: [B, T, C], f32[B, T, H] to [B, T, H*V]."""
+        """Convolution and recurrence: [B, T, C], f32[B, T, H] to [B, T, H*V].
+
+        `starts` says the same as `is_first`, `borders` the same as both masks.
+        """
         config = self.config
         with jax.named_scope("conv"):
             xbc, conv = causal_conv1d(
@@ -336,38 +366,18 @@ class Mamba2(nnx.Module):
         b, c = (
             m.reshape(batch, time, config.num_groups, config.state_dim) for m in (b, c)
         )  # [B, T, G, N]
-        rest = {
-            "d": self.D[...],
-            "dt_bias": self.dt_bias[...],
-            "dt_limit": config.dt_limit,
-        }
-        a = -jnp.exp(self.A_log[...])
-        if cache is not None and time == 1:
-            first, real = (None if m is None else m[:, 0] for m in (is_first, is_real))
-            x, dt, b, c = (m[:, 0] for m in (x, dt, b, c))
-            # The kernel that is named is one of many tokens.
-            named = self.ssd_implementation
-            one_token = None if named == "mosaic" else named
-            y, state = ssd_step(
-                *(x, dt, a, b, c, cache.state),
-                is_first=first,
-                is_real=real,
-                implementation=one_token,
-                **rest,
-            )
-            y = y[:, None]
-        else:
-            y, state = ssd(
-                *(x, dt, a, b, c),
-                is_first=is_first,
-                is_real=is_real,
-                initial_state=None
-                if cache is None
-                else cache.state.astype(jnp.float32),
-                chunk_size=config.chunk_size,
-                implementation=self.ssd_implementation,
-                **rest,
-            )
+        y, state = ssd(
+            *(x, dt, -jnp.exp(self.A_log[...]), b, c),
+            d=self.D[...],
+            dt_bias=self.dt_bias[...],
+            dt_limit=config.dt_limit,
+            is_first=is_first if starts is None else None,
+            starts=starts,
+            is_real=is_real,
+            initial_state=None if cache is None else cache.state.astype(jnp.float32),
+            chunk_size=config.chunk_size,
+            implementation=self.ssd_implementation,
+        )
         y = y.reshape(batch, time, config.d_inner)
         if cache is None:
             return y, RecurrentCache(conv=conv, state=state)
@@ -375,6 +385,53 @@ class Mamba2(nnx.Module):
             conv=conv.astype(cache.conv.dtype), state=state.astype(cache.state.dtype)
         )
         return y, kept
+
+    def _step(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: RecurrentCache | RecurrentCacheOfLayer,
+    ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
+        """One token, see `__call__`; a padded row keeps its cache and gives zeros."""
+        xbc, z = self.xbc_proj(x)[:, 0], self.z_proj(x)[:, 0]
+        dt = self.dt_proj(x, out_dtype=jnp.float32)[:, 0]
+        layer = Layer(
+            conv_weight=self.conv_kernel[...].astype(self.dtype),
+            conv_bias=self.conv_bias[...].astype(self.dtype),
+            A_log=self.A_log[...],
+            D=self.D[...],
+            dt_bias=self.dt_bias[...],
+            norm_scale=self.norm.scale[...],
+            groups=self.config.num_groups,
+            norm_eps=self.norm.eps,
+            dt_limit=self.config.dt_limit,
+        )
+
+        def decode(pools, slots=None, implementation=self.step_implementation):
+            return ssd_step(
+                *(xbc, dt, z, layer, pools.conv, pools.state, slots),
+                is_real=meta.is_real[:, 0] if meta.ids_are_given else None,
+                is_first=meta.is_first[:, 0],
+                implementation=implementation,
+            )
+
+        if isinstance(cache, RecurrentCache):
+            y, conv, state = decode(cache)
+            new = RecurrentCache(conv=conv, state=state)
+        else:
+            pools = cache.pools
+            choice = choose_step(
+                *(xbc, dt, z, layer, pools.conv, pools.state),
+                implementation=self.step_implementation,
+            ).implementation
+            if choice == "mosaic":
+                # It updates the layer's part where it is.
+                y, *written = decode(pools, cache.slots, choice)
+                new = cache.with_pools(*written)
+            else:
+                y, conv, state = decode(cache.row, implementation=choice)
+                new = cache.replace(RecurrentCache(conv=conv, state=state))
+        return self.out_proj(y[:, None]), new
 
     def _out(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Gate, norm and output projection of y [B, T, H*V]."""

@@ -11,12 +11,15 @@ from flax import nnx
 
 from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.core.tree import split_model
-from jaxaccel.data.batch import packing_metadata
-from jaxaccel.nn import mamba2
+from jaxaccel.data.batch import ChunkStarts, ConvBorders, packing_metadata
 from jaxaccel.nn.implementation import normalize
 from jaxaccel.nn.mamba2 import Mamba2, Mamba2Config
 from jaxaccel.training.optim import decay_mask
-from pallas_kernels._common.dispatch import Choice
+from pallas_kernels._common import hw
+from pallas_kernels._common.dispatch import recorded_choices
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels.gated_delta_rule import tables
+from pallas_kernels.ssd import mosaic as ssd_kernels
 
 
 D, T = 12, 40
@@ -223,38 +226,117 @@ def test_initial_values_and_what_decays():
     assert after.state.dtype == jnp.float32
 
 
-def test_tables_are_those_of_the_kernels_that_run(monkeypatch):
-    config = Mamba2Config(num_heads=8, head_dim=16, num_groups=2, state_dim=32)
-    module = nnx.eval_shape(lambda: Mamba2(config, 8, rngs=nnx.Rngs(0)))
-    assert module.tables(2, 64) == ()
+# Sizes that the kernels have.
+KERNELS = Mamba2Config(num_heads=4, head_dim=64, num_groups=2, state_dim=128)
 
-    def choose(x, weight, *, bias, implementation):
-        assert (x.shape, weight.shape, bias.shape) == ((2, 64, 256), (4, 256), (256,))
-        assert implementation is None
-        return Choice(op="causal_conv1d", implementation="mosaic")
 
-    monkeypatch.setattr(mamba2, "choose_conv", choose)
-    (table,) = module.tables(2, 64)
-    assert table.width == 4
-    assert module.tables(2, 64, cached=True) == ()
+def abstract(config, implementation=None, dtype="bfloat16"):
+    def make():
+        kind = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
+        return Mamba2(config, D, implementation=normalize(implementation), **kind)
+
+    return nnx.eval_shape(make)
+
+
+def test_tables_are_those_of_the_kernels_that_run():
+    starts, borders = ChunkStarts(chunk=64), ConvBorders(width=4)
+    named = abstract(KERNELS, {"ssd": "mosaic", "causal_conv1d": "mosaic"})
+    with hw.assume():
+        assert named.tables(2, 64) == (starts, borders)
+        # A row's first document goes on; one token is a step.
+        assert named.tables(2, 64, cached=True) == (starts,)
+        assert named.tables(2, 1, cached=True) == ()
+        assert abstract(KERNELS, "xla").tables(2, 64) == ()
+        with pytest.raises(NotImplementedError, match=r"ssd: .* cannot run this call"):
+            abstract(CONFIG, {"ssd": "mosaic"}).tables(2, 64)
+    assert abstract(KERNELS).tables(2, 64) == ()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_layer_finds_the_borders_again(monkeypatch, cached):
+    """What the kernels get is the table of the batch."""
+    module = abstract(KERNELS, {"ssd": "mosaic", "causal_conv1d": "mosaic"})
+    got = []
+
+    def run(x, *tokens, starts, initial_state, **options):
+        got.append(starts)
+        return x, initial_state
+
+    def refuse(*_):
+        raise AssertionError("a layer derives the table")
+
+    monkeypatch.setattr(ssd_kernels, "ssd", run)
+    monkeypatch.setattr(tables, "document_starts", refuse)
+    ids = jnp.asarray(np.repeat([[1, 2, 0]], [5, 90, 33], axis=1), jnp.int32)
+    graphdef, state = nnx.split(module)
+
+    def call(state, x, length, cache):
+        module = nnx.merge(graphdef, state)
+        meta = packing_metadata(
+            (1, 128),
+            segment_ids=ids,
+            cached_length=length if cached else None,
+            tables=module.tables(1, 128, cached=cached),
+        )
+        y, _ = module(x, meta, cache if cached else None, length)
+        assert got.pop() is meta.table(ChunkStarts(chunk=64))
+        return y
+
+    with hw.assume():
+        y = jax.eval_shape(
+            call,
+            state,
+            jax.ShapeDtypeStruct((1, 128, D), jnp.bfloat16),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.eval_shape(lambda: module.init_cache(1, 128, jnp.bfloat16)),
+        )
+    assert y.shape == (1, 128, D)
+    assert not got
+
+
+def test_a_kernel_moves_a_layers_part_where_it_is(build):
+    def make(setting):
+        setting = normalize(setting)
+        layer = functools.partial(Mamba2, KERNELS, D, implementation=setting)
+        return Layer(build(lambda rngs: layer(rngs=rngs)))
+
+    named, plain = make({"ssd_step": "mosaic"}), make(None)
+    cache, length = plain.empty(2)
+    draw = np.random.default_rng(0)
+    caches = [
+        jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), cache)
+        for _ in range(2)
+    ]
+    x = jnp.asarray(draw.normal(size=(2, 1, D)), jnp.float32)
+    alive = jnp.array([[1], [0]], jnp.int32)  # the second row has ended
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+    part = RecurrentCacheOfLayer(stacked=stacked, index=jnp.int32(1))
+    with hw.assume(), interpreted(), recorded_choices() as choices:
+        y, after, _ = named.cached(x, alive, part, length + 3)
+    assert {c.implementation for c in choices if c.op == "ssd_step"} == {"mosaic"}
+    want, cache, _ = plain.cached(x, alive, caches[1], length + 3)
+    same(y, want)
+    same(rows(after.stacked, 1), cache)
+    same(rows(after.stacked, 0), caches[0], atol=0)
+    same(rows(rows(after.stacked, 1), 1), rows(caches[1], 1), atol=0)
 
 
 @pytest.mark.parametrize("time", [1, 2])
-def test_the_kernel_that_is_named_is_one_of_many_tokens(time):
-    def call(x):
+def test_one_token_has_an_op_of_its_own(time):
+    def call(x, setting):
         config = dataclasses.replace(CONFIG, head_dim=2, state_dim=2)
-        setting = normalize({"ssd": "mosaic"})
+        setting = normalize(setting)
         module = Mamba2(config, 4, implementation=setting, rngs=nnx.Rngs(0))
         length = jnp.zeros((1,), jnp.int32)
         meta = packing_metadata((1, time), cached_length=length)
         return module(x, meta, module.init_cache(1, 8, jnp.float32), length)[0]
 
     x = jax.ShapeDtypeStruct((1, time, 4), jnp.float32)
-    if time == 1:
-        assert jax.eval_shape(call, x).shape == x.shape
-    else:
-        with pytest.raises(NotImplementedError, match=r"ssd: .* cannot run this call"):
-            jax.eval_shape(call, x)
+    names = ["ssd", "ssd_step"] if time > 1 else ["ssd_step", "ssd"]
+    refused, free = ({name: "mosaic"} for name in names)
+    assert jax.eval_shape(lambda x: call(x, free), x).shape == x.shape
+    with pytest.raises(NotImplementedError, match=rf"{names[0]}: .* cannot run this"):
+        jax.eval_shape(lambda x: call(x, refused), x)
 
 
 @pytest.mark.parametrize(
