@@ -21,7 +21,7 @@ def windows_on_host(
     is_real: np.ndarray | None = None,
     history: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each token looks back at, token by token.
+    """What each token looks back at; token by token if padding stands inside of a row.
 
     Args:
       tokens: [B, T] compressed ids.
@@ -42,6 +42,8 @@ def windows_on_host(
     real = flags(is_real, True)
     if history is None:
         history = np.full((batch, width - 1), STOP)
+    if np.all(real[:, 1:] <= real[:, :-1]):
+        return _windows_at_once(tokens, first, last, dead, real, np.asarray(history))
     # Newest first, while the loop runs.
     past = np.asarray(history, np.int64)[:, ::-1].copy()
     windows = np.full((batch, time, width), STOP, np.int64)
@@ -57,9 +59,35 @@ def windows_on_host(
     return windows, past[:, ::-1].astype(np.int32)
 
 
+def _windows_at_once(tokens, first, last, dead, real, history):
+    """`windows_on_host` of rows whose padding, if any, is behind their tokens."""
+    batch, time = tokens.shape
+    width = history.shape[1] + 1
+    own = np.where(dead, STOP, tokens.astype(np.int64))
+    left = np.where(last, STOP, own)  # what later tokens see of it
+    row = np.concatenate([history.astype(np.int64), left], axis=1)
+    # Documents begun up to each place of that row: a token sees its own one alone.
+    begun = np.pad(np.cumsum(first, axis=1), ((0, 0), (width - 1, 0)))
+
+    def back(array: np.ndarray, places: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(array, places, axis=1)
+
+    windows = np.full((batch, time, width), STOP, np.int64)
+    windows[:, :, 0] = own
+    for i in range(1, width):
+        seen = slice(width - 1 - i, width - 1 - i + time)
+        same = begun[:, seen] == begun[:, width - 1 :]
+        windows[:, :, i] = np.where(same, row[:, seen], STOP)
+    windows = np.where(real[:, :, None], _stopped(windows), STOP)
+    count = np.sum(real, axis=1, keepdims=True)
+    ends = count + np.arange(width - 2, -1, -1)  # newest first
+    past = np.where(back(begun, ends) == begun[:, -1:], back(row, ends), STOP)
+    return windows, _stopped(past)[:, ::-1].astype(np.int32)
+
+
 def _stopped(window: np.ndarray) -> np.ndarray:
-    """Everything behind a `STOP` is one too."""
-    seen = np.logical_and.accumulate(window >= 0, axis=1)
+    """Everything behind a `STOP` on the last axis is one too."""
+    seen = np.logical_and.accumulate(window >= 0, axis=-1)
     return np.where(seen, window, STOP)
 
 
