@@ -56,6 +56,7 @@ class Gate(enum.IntEnum):
 Order = Literal["queries_first", "queries_last", "values_first"]
 Products = Literal["together", "in_turn"]
 Grads = Literal["blocks", "ring"]
+Keep = Literal["inputs", "states"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,10 @@ class Config:
       grads_warpgroups: of a block of `kernel_grads`, 2 or 3.
       grads_products: "together", or "in_turn" with fewer registers: how `kernel_grads`
         makes the two products over pairs of tokens.
+      keep: what the forward of a gradient writes for its backward. "inputs": nothing
+        more than the inverses and factors, states are computed again. "states": the
+        state at each chunk's entry and what each token writes, three times the size
+        of v; for the "ring" only. The forward kernel then has room for two stages.
     """
 
     segments: int | None = None
@@ -94,6 +99,7 @@ class Config:
     grads: Grads = "ring"
     grads_warpgroups: int = 2
     grads_products: Products = "in_turn"
+    keep: Keep = "inputs"
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
@@ -105,9 +111,14 @@ class Config:
             ("grads", get_args(Grads)),
             ("grads_warpgroups", (2, 3)),
             ("grads_products", get_args(Products)),
+            ("keep", get_args(Keep)),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}={value!r}, allowed are {allowed}")
+        if self.keep == "states" and self.grads != "ring":
+            raise ValueError(
+                f"keep='states' comes with grads={self.grads!r}, allowed is 'ring'"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

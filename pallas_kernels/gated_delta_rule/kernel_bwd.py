@@ -14,7 +14,8 @@ gradient of the state at a chunk's exit, and P, R as in `kernel_fwd`:
 
 Everything else follows from dS and dV chunk by chunk, see `kernel_grads`. For
 `kernel_grads_ring` the first half writes D as well, which it has at hand, and the other
-one dY instead of dV, by leaving out the factor diag(beta) of R.
+one dY instead of dV, by leaving out the factor diag(beta) of R. Where the forward has
+kept S and D there is no first half.
 """
 
 from __future__ import annotations
@@ -201,6 +202,21 @@ def _chunk_bwd_kernel(
         )
 
 
+def _reverse_kernel(sources, d_last_ref, *outputs, ring, staging, shapes, scale):
+    """The other half alone; `outputs` are dY, dS and the initial state's gradient."""
+    _carry_gradient(
+        sources,
+        d_last_ref,
+        *outputs,
+        ring=ring,
+        staging=staging,
+        shapes=shapes,
+        scale=scale,
+        item=lax.axis_index("item"),
+        weighed=False,
+    )
+
+
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def chunk_bwd(
@@ -261,3 +277,44 @@ def chunk_bwd(
     else:
         between["dv"] = values_out
     return between, d_initial
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def reverse_bwd(
+    shapes: Shapes,
+    scale: float,
+    sources: dict[str, jax.Array],
+    d_last: jax.Array,
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Runs the chunks in reverse, for a forward that has kept S and D.
+
+    Args:
+      shapes, scale, d_last: as for `chunk_bwd`.
+      sources: the same without v.
+
+    Returns:
+      The d_states and d_weighed of `chunk_bwd`, and d_initial f32[B Hv, V, K].
+    """
+    items, *matrix = d_last.shape
+    operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
+    d_weighed, d_states, d_initial = launch(
+        functools.partial(_reverse_kernel, shapes=shapes, scale=scale),
+        "pk_gdn_bwd_reverse",
+        sources,
+        (d_last,),
+        blocks=shapes.items,
+        out_type=(
+            jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype),
+            jax.ShapeDtypeStruct((items, shapes.chunks, *matrix), shapes.dtype),
+            jax.ShapeDtypeStruct(d_last.shape, jnp.float32),
+        ),
+        scratch={
+            "ring": ring_scratch(shapes, tuple(sources)),
+            "staging": {
+                "dv": operand(CHUNK, HALF),
+                "d_states": operand(HALF, shapes.key_dim),
+            },
+        },
+    )
+    return {"d_states": d_states, "d_weighed": d_weighed}, d_initial

@@ -17,7 +17,7 @@ document, and a fourth one feeds a ring of chunks with TMA. Per chunk:
 
 `enter`, `leave` and `across` are zero where a document begins or ends inside the
 chunk, so documents may begin anywhere. The same body without O, writing S at each
-chunk's entry, is part of the backward pass.
+chunk's entry and D, is part of the backward pass, unless this one has written them.
 """
 
 from __future__ import annotations
@@ -176,6 +176,7 @@ def state_pass(
     *,
     stages: int = STAGES,
     order: Order = "queries_first",
+    enter_chunk: Callable[..., None] | None = None,
 ) -> jax.Array:
     """Warpgroup that carries 64 rows of S^T; returns them after the last chunk.
 
@@ -190,6 +191,7 @@ def state_pass(
       stages: slots of the ring.
       order: of the products, see `Config`; unless queries are first, `mix` has
         weighed them.
+      enter_chunk: called in each chunk before its products with i and S^T in 16 bits.
     """
     half = pl.ds(warpgroup * HALF, HALF)
     with_scores, with_values = "scores" in ring, "v" in ring
@@ -199,6 +201,8 @@ def state_pass(
     def chunk(i, state):
         slot = lax.rem(i, jnp.int32(stages))
         shape = (HALF, CHUNK)
+        if enter_chunk is not None:
+            enter_chunk(i, state.astype(shapes.dtype))
         plgpu.barrier_wait(ring["full"].at[slot])
         gates, k = ring["gates"].at[slot], ring["k"].at[slot]
         enter = tc.load(gates.at[Gate.ENTER], tc.PER_COLUMN)
@@ -243,26 +247,53 @@ def state_pass(
 
 
 def _chunk_fwd_kernel(
-    sources, initial_ref, out_ref, last_ref, *, ring, staging, shapes, scale, config
+    sources,
+    initial_ref,
+    out_ref,
+    last_ref,
+    states_ref: Any = None,
+    written_ref: Any = None,
+    *,
+    ring,
+    staging,
+    shapes,
+    scale,
+    config,
 ):
-    """Writes O and the final state; `sources` has q, k, v, inverse and gates."""
-    item = lax.axis_index("item")
+    """Writes O and the final state; `sources` has q, k, v, inverse and gates.
 
+    With `states_ref` it writes S at the entry of each chunk and D as well.
+    """
+    item = lax.axis_index("item")
     ring = in_place(ring)
+    kept = states_ref is not None
 
     def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
+        places = {name: ref.at[warpgroup] for name, ref in staging.items()}
+
+        # Copies out of a place were read from it before the place is written again:
+        # those of S are the first of a chunk's three, so two younger ones may go on.
+        def enter_chunk(i, entry):
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+            places["states"][...] = entry
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(places["states"], states_ref.at[item, i, half])
 
         def emit(i, entry, written, out):
-            del entry, written
+            del entry
             tokens = pl.ds(row * shapes.time + i * CHUNK, CHUNK)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            tc.store_transposed(staging.at[warpgroup], out.astype(shapes.dtype))
+            plgpu.wait_smem_to_gmem(1 if kept else 0, wait_read_only=True)
+            tc.store_transposed(places["o"], out.astype(shapes.dtype))
+            if kept:
+                tc.store_transposed(places["written"], written.astype(shapes.dtype))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                staging.at[warpgroup], out_ref.at[tokens, head, half]
-            )
+            plgpu.copy_smem_to_gmem(places["o"], out_ref.at[tokens, head, half])
+            if kept:
+                plgpu.copy_smem_to_gmem(
+                    places["written"], written_ref.at[tokens, head, half]
+                )
 
         last_ref.at[item, half][...] = state_pass(
             shapes,
@@ -271,8 +302,9 @@ def _chunk_fwd_kernel(
             tc.load_global(initial_ref.at[item, half]),
             warpgroup,
             emit,
-            stages=config.stages,
+            stages=forward_stages(config, kept),
             order=config.order,
+            enter_chunk=enter_chunk if kept else None,
         )
         plgpu.wait_smem_to_gmem(0)
 
@@ -283,9 +315,14 @@ def _chunk_fwd_kernel(
         ring,
         item,
         carry_state,
-        stages=config.stages,
+        stages=forward_stages(config, kept),
         weigh_queries=config.order != "queries_first",
     )
+
+
+def forward_stages(config: Config, kept: bool) -> int:
+    """Slots of the forward's ring: what it keeps takes the room of the third."""
+    return STAGES if kept else config.stages
 
 
 def write_states(
@@ -420,14 +457,16 @@ def in_place(ring: dict[str, Any]) -> dict[str, Any]:
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="kept")
 def chunk_fwd(
     shapes: Shapes,
     scale: float,
     config: Config,
     sources: dict[str, jax.Array],
     initial_state: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    kept: bool = False,
+) -> tuple[jax.Array, ...]:
     """Runs the chunks in order.
 
     Args:
@@ -437,23 +476,36 @@ def chunk_fwd(
       sources: q, k [B T, Hk, K], v [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
       initial_state: f32[B Hv, V, K].
+      kept: whether to return what the gradient would compute again.
 
     Returns:
-      o [B T, Hv, V] of v's dtype, final state f32[B Hv, V, K].
+      o [B T, Hv, V] of v's dtype, final state f32[B Hv, V, K]. If `kept`, also
+      states [B Hv, T / C, V, K] at the entry of each chunk, and written [B T, Hv, V],
+      which is D, of v's dtype.
     """
+    operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
+    values = jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype)
+    out_type = [values, jax.ShapeDtypeStruct(initial_state.shape, jnp.float32)]
+    staging = {"o": operand(CHUNK, HALF)}
+    if kept:
+        items, *matrix = initial_state.shape
+        states = (items, shapes.chunks, *matrix)
+        out_type += [jax.ShapeDtypeStruct(states, shapes.dtype), values]
+        staging |= {
+            "states": operand(HALF, shapes.key_dim),
+            "written": operand(CHUNK, HALF),
+        }
+    stages = forward_stages(config, kept)
     return launch(
         functools.partial(_chunk_fwd_kernel, shapes=shapes, scale=scale, config=config),
-        "pk_gdn_fwd",
+        "pk_gdn_fwd_kept" if kept else "pk_gdn_fwd",
         sources,
         (initial_state,),
         blocks=shapes.items,
-        out_type=(
-            jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype),
-            jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
-        ),
+        out_type=tuple(out_type),
         scratch={
-            "ring": ring_scratch(shapes, tuple(sources), config.stages),
-            "staging": tc.operand(STATE_WARPGROUPS, CHUNK, HALF, dtype=shapes.dtype),
+            "ring": ring_scratch(shapes, tuple(sources), stages),
+            "staging": staging,
         },
     )
 

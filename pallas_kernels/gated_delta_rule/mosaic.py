@@ -4,7 +4,9 @@ Forward: `kernel_inverse` then `kernel_fwd`. Backward: `kernel_bwd` computes the
 at chunk entries again and runs the chunks in reverse, `kernel_grads` or
 `kernel_grads_ring` does the rest.
 Saved between the two are the inputs, the inverses and the decay factors; a
-`jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates".
+`jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates". With
+`Config(keep="states")` the forward of a gradient saves the states at chunk entries and
+the written values too, as "gdn_states", and `kernel_bwd` only runs in reverse.
 
 With several segments per row, `kernel_summary` runs before `kernel_fwd` and before
 `kernel_bwd`, and these see each segment as a row of its own: tokens lie in memory alike
@@ -37,7 +39,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     plan_segments,
     shapes_of,
 )
-from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd
+from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd, reverse_bwd
 from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
 from pallas_kernels.gated_delta_rule.kernel_grads import chunk_grads
 from pallas_kernels.gated_delta_rule.kernel_grads_ring import chunk_grads_ring
@@ -134,6 +136,7 @@ def _exit_gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rule(shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start, state):
+    config = dataclasses.replace(config, keep="inputs")  # there is no gradient
     return _rule_forward(shapes, scale, config, q, k, v, g, beta, start, state)[0]
 
 
@@ -149,16 +152,22 @@ def _rule_forward(
         "gates": gates,
     }
     entries, through = _entries(shapes, _only(sources, "k", "v"), _flat(state))
-    o, last = chunk_fwd(shapes, scale, config, sources, entries)
+    kept = config.keep == "states"
+    o, last, *rest = chunk_fwd(shapes, scale, config, sources, entries, kept=kept)
+    between = {
+        name: checkpoint_name(x, "gdn_states")
+        for name, x in zip(("states", "written"), rest, strict=kept)
+    }
     last = _segment_of(shapes, last, -1)
-    saved = (q, k, v, g, inverse, gates, entries, through)
+    # Entry states are those of the first chunks where states are kept.
+    saved = (q, k, v, g, inverse, gates, None if kept else entries, through, between)
     return (o.reshape(v.shape), last.reshape(state.shape)), saved
 
 
 def _rule_backward(
     shapes: Shapes, scale: float, config: Config, saved: Any, cotangents: Any
 ):
-    q, k, v, g, inverse, gates, entries, through = saved
+    q, k, v, g, inverse, gates, entries, through, between = saved
     do, d_last = cotangents
     sources = {
         "q": _flat(q),
@@ -175,7 +184,12 @@ def _rule_backward(
         through,
         _flat(d_last),
     )
-    between, d_entries = chunk_bwd(shapes, scale, config, sources, entries, d_exits)
+    if between:
+        reverse = _only(sources, "q", "k", "do")
+        more, d_entries = reverse_bwd(shapes, scale, reverse, d_exits)
+        between = between | more
+    else:
+        between, d_entries = chunk_bwd(shapes, scale, config, sources, entries, d_exits)
     if config.grads == "ring":
         del sources["inverse"]
         grads = chunk_grads_ring(shapes, scale, sources | between)

@@ -200,6 +200,7 @@ VARIANTS: dict[str, Config] = {
     "queries_last": Config(order="queries_last"),
     "values_first": Config(order="values_first"),
     "prepare5": Config(prepare_warpgroups=5),
+    "keep": Config(keep="states"),
     "blocks": Config(grads="blocks"),
     "blocks_together": Config(grads="blocks", grads_products="together"),
     "blocks3": Config(grads="blocks", grads_warpgroups=3),

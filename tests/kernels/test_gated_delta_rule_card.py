@@ -45,6 +45,8 @@ def model_arguments(batch, time, dtype=jnp.bfloat16):
         (1, 1000, "float16", Config(segments=4, stages=3, order="values_first")),
         (3, 512, "bfloat16", Config(grads="blocks", stages=2)),
         (1, 1000, "float16", Config(segments=4, prepare_warpgroups=5)),
+        (3, 512, "bfloat16", Config(keep="states")),
+        (1, 1000, "float16", Config(segments=4, keep="states")),
     ],
 )
 def test_model_shapes_on_the_card(batch, time, dtype, config):
@@ -71,6 +73,11 @@ def test_rings_of_other_groups_on_the_card(group):
     alone = Config(segments=1)
     got = gradients(args, is_first, cotangents(args), "mosaic", alone)
     assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
+    # What was kept is what would be computed again, to the bit.
+    keep = Config(segments=1, keep="states")
+    kept = gradients(args, is_first, cotangents(args), "mosaic", keep)
+    for name, a, b in zip(NAMES, kept, got, strict=True):
+        assert bool(jnp.array_equal(a, b)), name
 
 
 def test_long_rows_on_the_card():

@@ -246,7 +246,7 @@ def test_all_gradients_are_those_of_the_recurrence(forgetful, config):
 
     args, is_first, want = forgetful
     inverse, gates = prepared(args, is_first)
-    saved = (*args[:4], inverse, gates, flat(args[5]), None)
+    saved = (*args[:4], inverse, gates, flat(args[5]), None, {})
     backward = functools.partial(mosaic._rule_backward, shapes_of(args), SCALE, config)
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
         *grads, none, d_initial = jit(backward)(saved, cotangents(args))
@@ -256,6 +256,58 @@ def test_all_gradients_are_those_of_the_recurrence(forgetful, config):
     for i in (5, 6):
         got = grads[i - 2][:, :, 1]
         assert_all_close([got], [want[i][:, :, 1]], [NAMES[i]])
+
+
+def test_the_forward_keeps_what_the_backward_would_compute(documents):
+    from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_fwd
+
+    args, is_first = documents
+    shapes, state = shapes_of(args), flat(args[5])
+    do, d_last = cotangents(args)
+    inputs = sources(args, is_first)
+    reverse = {x: inputs[x] for x in ("q", "k", "inverse", "gates")} | {"do": flat(do)}
+    keep = Config(keep="states")
+    with interpreted():
+        *_, states, written = kernel_fwd.chunk_fwd(
+            shapes, SCALE, keep, inputs, state, kept=True
+        )
+        jax.block_until_ready(written)
+        got = kernel_bwd.reverse_bwd(shapes, SCALE, reverse, flat(d_last))
+        jax.block_until_ready(got)
+        want, d_initial = kernel_bwd.chunk_bwd(
+            shapes, SCALE, Config(), inputs | reverse, state, flat(d_last)
+        )
+    np.testing.assert_array_equal(got[1], d_initial)
+    between = got[0] | {"states": states, "written": written}
+    assert between.keys() == want.keys()
+    for name, array in between.items():
+        np.testing.assert_array_equal(array, want[name], err_msg=name)
+
+
+def test_what_the_forward_keeps_serves_the_gradient(monkeypatch):
+    """More chunks than stages, the last one padded, documents of a token and of two."""
+    from pallas_kernels.gated_delta_rule import mosaic
+
+    config = Config(segments=1, keep="states")
+    args = arguments(time=3 * CHUNK - 10, decay=0.005)
+    is_first = first(1, 3 * CHUNK - 10, *DOCUMENTS, (0, CHUNK + 33), (0, 2 * CHUNK))
+
+    def padded(x):
+        return jnp.pad(x, ((0, 0), (0, 10), *((0, 0),) * (x.ndim - 2)))
+
+    known = prepared((*map(padded, args[:5]), args[5]), padded(is_first))
+    monkeypatch.setattr(mosaic, "_prepare", lambda *args: known)
+
+    def run(*args):
+        return rule(args, is_first, "mosaic", config)
+
+    with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
+        # The interpreter runs one kernel at a time, so forward and backward apart.
+        out, pullback = jax.vjp(jax.jit(run), *args)
+        jax.block_until_ready(out)
+        grads = jit(lambda pullback, *d: pullback(d))(pullback, *cotangents(args))
+    want = with_gradients(exact(args), is_first, "reference")
+    assert_all_close((*out, *grads), want)
 
 
 def test_gradients_have_the_shapes_and_dtypes_of_their_inputs():
@@ -373,6 +425,7 @@ def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
     [
         (4, Config(segments=1, prepare_warpgroups=5)),
         (2, Config(segments=3, stages=3, order="values_first")),
+        (2, Config(segments=3, keep="states")),
     ],
 )
 def test_kernels_lower_for_the_card(group, config):
