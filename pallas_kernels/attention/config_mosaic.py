@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -118,15 +119,17 @@ def heuristic(*, head_dim: int) -> Config:
     Returns:
       The config.
     """
+    # Two products fewer, for dS of at most `scores_bytes` in device memory.
+    once = functools.partial(Config, backward="stored")
     if head_dim == 256:
         # 64 queries of f32 sums are 128 registers; a tile of 64 keys is 32 KB.
-        return Config(
+        return once(
             step_kv=64, slots=4, dq_step_kv=64, dq_slots=3, block_kv=64, dkv_stages=2
         )
     if head_dim == 128:
         # Products of 64 x 64 from shared memory read it as fast as it can be read.
-        return Config(slots=5, dq_step_kv=128, dkv_stages=4)
-    return Config(slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6)
+        return once(slots=5, dq_step_kv=128, dkv_stages=4)
+    return once(slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6)
 
 
 def table_key(head_dim: int) -> str:

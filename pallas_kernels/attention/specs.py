@@ -308,7 +308,8 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
 
 # Launch parameters that no heuristic picks, measured with --peers NAME,...
 VARIANTS: dict[str, dict[str, Any]] = {
-    "stored": {"backward": "stored"},
+    "recomputed": {"backward": "recomputed"},
+    "stored_gib1": {"backward": "stored", "scores_bytes": 1 << 30},
     "stored_heads1": {"backward": "stored", "scores_heads": 1},
     "stored_slots2": {"backward": "stored", "scores_slots": 2, "dkv_stages": 3},
     "stored_stages3": {"backward": "stored", "scores_stages": 3},

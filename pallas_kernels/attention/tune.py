@@ -33,8 +33,8 @@ STORED: tuple[dict[str, Any], ...] = (
     {"backward": "stored", "scores_heads": 1},
     {"backward": "stored", "scores_stages": 3},
 )
-# What is tried of each kernel, by head dim; fields that are left out keep the
-# heuristic's value. Which fits neither registers nor shared memory is reported.
+# What is tried of each kernel, by head dim; fields that are left out keep the first
+# guess's value. Which fits neither registers nor shared memory is reported.
 CANDIDATES: dict[str, dict[int, tuple[dict[str, Any], ...]]] = {
     "fwd": {
         64: (
@@ -88,9 +88,15 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4, "bwd": 5}
 FORWARD = ("step_kv", "slots", "overlap", "ping_pong", "persistent")
 
 
+def first_guess(head_dim: int) -> Config:
+    """The heuristic's parameters with a backward of kernels that run on their own."""
+    guess = config_mosaic.heuristic(head_dim=head_dim)
+    return dataclasses.replace(guess, backward="recomputed")
+
+
 def _configs(kernel: str, head_dim: int, best: Config) -> Iterator[Config]:
     """Candidates; of the whole backward, what was found before is the first."""
-    guess = config_mosaic.heuristic(head_dim=head_dim)
+    guess = first_guess(head_dim)
     for change in CANDIDATES[kernel][head_dim]:
         if kernel == "bwd" and not change:
             yield best
@@ -199,7 +205,7 @@ def tune(spec: specs.Spec, kernels: Sequence[str] = KERNELS) -> dict[str, Any]:
       The fields of the `Config`, and the time of each kernel as "<kernel>_ms".
     """
     q, k, v, _, _, do = jax.jit(spec.arguments)(jax.random.key(0))
-    guess = config_mosaic.heuristic(head_dim=spec.dim)
+    guess = first_guess(spec.dim)
     o, lse = jax.jit(_call(spec, "fwd", guess))(q, k, v, None, None, None)
     args = (q, k, v, o, lse, do)
     best, times = guess, {}

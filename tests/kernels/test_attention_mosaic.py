@@ -80,7 +80,7 @@ def test_large_heads_see_other_rows_in_both_directions(config):
 
     The keys of the second row are no runs: it is not a number, and the first is.
     """
-    guess = config_mosaic.heuristic(head_dim=256)
+    guess = tune.first_guess(256)
     config(dataclasses.replace(guess, overlap=False, slots=2))
     args = arguments(128, 1, 1, dim=256, length=100, batch=2, dtype="float16")
     kv_ids = np.ones((2, 100), np.int32)
@@ -119,7 +119,7 @@ def test_tuning_takes_lengths_that_are_no_whole_blocks(kernel):
     spec = specs.Spec(
         name="odd", tag="ci", batch=1, time=200, heads=2, kv_heads=1, dim=64
     )
-    config = config_mosaic.heuristic(head_dim=64)
+    config = tune.first_guess(64)
     q, k, v, _, _, do = jax.eval_shape(spec.arguments, jax.random.key(0))
 
     def run(q, k, v, do):
@@ -149,13 +149,15 @@ def test_kernels_lower_for_the_card(dim, options):
     ids = like((2, 300), jnp.int32)
 
     def run(args, sinks, ids):
-        return results(args, "mosaic", sinks=sinks, ids=ids, **options)
+        config = tune.first_guess(dim)
+        return results(args, "mosaic", sinks=sinks, ids=ids, config=config, **options)
 
     with hw.assume():
         traced = jax.jit(run).trace((q, k, k, q, d_lse), sinks, ids)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("fwd", "dq", "dkv"):
         assert f"pk_attention_{kernel}" in text
+    assert "stored" not in text
 
 
 def test_bounds_stay_outside_the_scan_over_layers():
@@ -245,7 +247,11 @@ def test_the_kernels_are_picked_on_the_card_alone():
     with hw.assume():
         assert choose(q, k, v).implementation == "mosaic"
         assert choose(q, k, v, implementation="mosaic").config == Config(
-            slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6
+            backward="stored",
+            slots=8,
+            dq_step_kv=128,
+            dq_slots=6,
+            dkv_stages=6,
         )
         with pytest.raises(NotImplementedError, match="positions are given"):
             choose(q, k, v, q_positions=q, implementation="mosaic")
@@ -254,7 +260,7 @@ def test_the_kernels_are_picked_on_the_card_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", list(specs.specs("model")), ids=lambda x: x.name)
 def test_model_shapes_on_the_card(spec):
-    assert_model_shape(spec, 100)
+    assert_model_shape(spec, 100, config=tune.first_guess(spec.dim))
 
 
 @pytest.mark.gpu
@@ -269,8 +275,7 @@ def test_model_shapes_on_the_card(spec):
     ],
 )
 def test_launch_parameters_do_not_matter_on_the_card(monkeypatch, dim, change):
-    base = config_mosaic.heuristic(head_dim=dim)
-    config = dataclasses.replace(base, **change)
+    config = dataclasses.replace(tune.first_guess(dim), **change)
     args = arguments(1500, 8, 2, dim)
     ids = lengths(700, 3, 500, 290, time=1500)
     monkeypatch.setattr(config_mosaic, "pick", lambda **_: config)

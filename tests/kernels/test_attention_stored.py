@@ -181,7 +181,7 @@ def test_the_scores_are_recomputed_where_they_take_too_much():
 
 def test_tuning_takes_a_whole_backward_as_it_was_measured():
     """It does not mix the one that stores dS with what the others' kernels won by."""
-    guess = config_mosaic.heuristic(head_dim=64)
+    guess = tune.first_guess(64)
     found = dataclasses.replace(guess, slots=6)
     adopt = functools.partial(tune._adopt, guess=guess)
     other = dataclasses.replace(guess, dkv_step_q=128, dkv_stages=4)
