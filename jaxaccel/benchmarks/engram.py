@@ -1,0 +1,82 @@
+"""`jaxaccel bench engram`: the memory's tables in training, in serving, in experiments.
+
+    jaxaccel bench engram --only optimizer --json FILE
+    jaxaccel bench engram --only inference --tiers none,device,zero_copy --json FILE
+    jaxaccel bench engram --only experiment --gin_file experiments/engram/slots.gin \
+        --json FILE
+
+Rows of an earlier call stay in the file; those of the same name are replaced. Options
+of a subject: `jaxaccel bench engram --only NAME --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxaccel.benchmarks import results
+from pallas_kernels._common.bench import stamp
+
+
+SUBJECTS = {
+    "optimizer": "engram_optimizer",
+    "inference": "engram_inference",
+    "decode": "engram_decode",
+    "experiment": "engram_experiments",
+}
+"""Subject -> its module, with `add_arguments`, `run` and `is_good`."""
+
+_NAME = ("subject", "op", "workload", "implementation", "model", "seed")
+
+
+def _name(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in _NAME)
+
+
+def merged(
+    path: pathlib.Path, rows: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The rows of a file that the new ones do not replace, then the new ones."""
+    old = json.loads(path.read_text())["rows"] if path.is_file() else []
+    new = {_name(row) for row in rows}
+    return [*(row for row in old if _name(row) not in new), *rows]
+
+
+def _subject(name: str) -> Any:
+    return importlib.import_module(f"{__package__}.{SUBJECTS[name]}")
+
+
+def main(argv: list[str]) -> int:
+    """The command line; exit status 1 if a value was wrong or not finite."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--only", choices=SUBJECTS)
+    only = first.parse_known_args(argv)[0].only
+    parser = argparse.ArgumentParser(
+        prog="jaxaccel bench engram",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--only", choices=SUBJECTS, required=True, help="what is measured"
+    )
+    parser.add_argument("--commit", help="of the code, where git cannot say")
+    parser.add_argument(
+        "--json", type=pathlib.Path, required=True, help="where the rows go"
+    )
+    if only is None:
+        parser.parse_args(argv)  # shows the help, or says what is missing
+        return 2
+    subject = _subject(only)
+    subject.add_arguments(parser)
+    options = parser.parse_args(argv)
+    about, good = stamp(options.commit), True
+    for rows in subject.run(options):
+        rows = [{**row, **about} for row in rows]
+        # After each part: a later one may fail.
+        results.write(options.json, merged(options.json, rows))
+        good = good and all(map(subject.is_good, rows))
+    return 0 if good else 1
