@@ -27,6 +27,14 @@ from pallas_kernels._common import interpret
 from pallas_kernels._common.pieces import PIECE_BYTES, WARPGROUP
 
 
+WARP = 32  # threads
+
+_WARP_KINDS = {
+    "max": mgpu.utils.ReductionKind.MAX,
+    "min": mgpu.utils.ReductionKind.MIN,
+}
+
+
 def layout(width: int) -> Any:
     """How a warpgroup holds [n, width] pieces: neighbours in neighbouring threads."""
     # [..., warp, 1, lane, 1, 1, value of a piece]
@@ -142,6 +150,59 @@ def put(
                 scf.yield_([])
 
     write(ref, values, where, *indices)
+
+
+def across_warp(numbers: jax.Array, how: str) -> jax.Array:
+    """Combines the numbers that the threads of each warp hold.
+
+    Args:
+      numbers: [n] in `index_layout`, i32, or f32 for "sum".
+      how: "sum", whose order is fixed, "max" or "min".
+
+    Returns:
+      [n] in `index_layout`: every thread has what its 32 neighbours have together.
+    """
+    if how not in ("sum", *_WARP_KINDS) or (
+        numbers.dtype != (jnp.float32 if how == "sum" else jnp.int32)
+    ):
+        raise ValueError(
+            f"across_warp: {how!r} of {numbers.dtype}, allowed are 'sum' of float32, "
+            "'max' and 'min' of int32"
+        )
+    if interpret.is_interpreting():
+        found = getattr(jnp, how)(numbers.reshape(-1, WARP), axis=1)
+        return jnp.repeat(found, WARP, total_repeat_length=numbers.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(index_layout(),),
+        return_type=plgpu.ShapeDtypeStruct(
+            numbers.shape, numbers.dtype, layout=index_layout()
+        ),
+    )
+    def combine(_, array):
+        registers = np.empty_like(array.registers)
+        for place, register in np.ndenumerate(array.registers):
+            found = _combined(_scalar(register), how)
+            if isinstance(register.type, ir.VectorType):
+                found = vector.broadcast(register.type, found)
+            registers[place] = found
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=array.layout, _is_signed=array.is_signed
+        )
+
+    return combine(numbers)
+
+
+def _combined(value: Any, how: str) -> Any:
+    """One number of each thread of a warp to one number in all of them."""
+    if how != "sum":
+        everybody = arith.constant(ir.IntegerType.get_signless(32), 0xFFFFFFFF)
+        return mgpu.utils.redux(value, everybody, _WARP_KINDS[how])
+    distance = WARP // 2
+    while distance:
+        value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
+        distance //= 2
+    return value
 
 
 def _signed(dtype: Any) -> bool | None:

@@ -32,3 +32,37 @@ def combine(y: jax.Array, plan: DispatchPlan, weights: jax.Array) -> jax.Array:
     routed = plan.row < jnp.sum(plan.group_sizes)
     rows = jnp.where(routed[..., None], y[plan.row].astype(jnp.float32), 0.0)
     return jnp.einsum("tkd,tk->td", rows, weights).astype(y.dtype)
+
+
+def spread(x: jax.Array, plan: DispatchPlan, weights: jax.Array) -> jax.Array:
+    """Arguments and results as in `api.spread`."""
+    slots = jnp.argsort(plan.row.reshape(-1))[: plan.token.shape[0]]
+    rows = permute(x, plan).astype(jnp.float32)
+    return (rows * weights.reshape(-1)[slots][:, None]).astype(x.dtype)
+
+
+def top_experts(
+    scores: jax.Array,
+    bias: jax.Array | None,
+    top_k: int,
+    *,
+    num_groups: int,
+    top_groups: int,
+    group_score_top: int,
+) -> jax.Array:
+    """Arguments and results as in `api.top_experts`, by stable sorts."""
+
+    def best_first(values):
+        return jnp.argsort(values, axis=-1, stable=True, descending=True)
+
+    choice = scores if bias is None else scores + bias[None, :]
+    if num_groups > 1:
+        grouped = choice.reshape(choice.shape[0], num_groups, -1)
+        ordered = jnp.take_along_axis(grouped, best_first(grouped), axis=-1)
+        total = ordered[..., 0]
+        for place in range(1, group_score_top):
+            total = total + ordered[..., place]
+        place = jnp.argsort(best_first(total), axis=-1)  # [T, G], 0 is the best
+        kept = (place < top_groups)[:, :, None]
+        choice = jnp.where(kept, grouped, -jnp.inf).reshape(choice.shape)
+    return best_first(choice)[:, :top_k].astype(jnp.int32)

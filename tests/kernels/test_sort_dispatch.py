@@ -170,8 +170,10 @@ def test_errors_name_the_value():
         combine(x, plan, np.zeros((4, 2), np.float32))
     with pytest.raises(ValueError, match=r"weights is float16\[4, 2\]"):
         combine(np.zeros((8, 5), np.float32), plan, np.zeros((4, 2), np.float16))
-    with pytest.raises(ValueError, match="implementation='mosaic' is unknown"):
-        sort_dispatch(ids, 3, implementation="mosaic")
+    with pytest.raises(ValueError, match="implementation='triton' is unknown"):
+        sort_dispatch(ids, 3, implementation="triton")
+    with pytest.raises(ValueError, match="no function 'sort'"):
+        api.choose(ids, 3, function="sort")
 
 
 @pytest.mark.parametrize("rows", [1, 17, 42])
