@@ -35,6 +35,7 @@ from pallas_kernels.sort_dispatch import (
     permute,
     row_weights,
     slot_values,
+    spread,
 )
 
 
@@ -61,7 +62,7 @@ class ExpertOps:
         copy of them is kept for the backward pass.
       swiglu_limit: see `MoEConfig`.
       matmul: implementation of the grouped products.
-      dispatch: implementation of `permute` and `combine`.
+      dispatch: implementation of `permute`, `combine` and `spread`.
     """
 
     activation: str
@@ -80,6 +81,10 @@ class ExpertOps:
     def permute(self, x: jax.Array, plan: DispatchPlan) -> jax.Array:
         """Copies each token to the rows of its experts."""
         return permute(x, plan, implementation=self.dispatch)
+
+    def spread(self, x: jax.Array, plan: DispatchPlan, weights: jax.Array):
+        """Copies each token to the rows of its experts, times the row's weight."""
+        return spread(x, plan, weights, implementation=self.dispatch)
 
     def combine(self, y: jax.Array, plan: DispatchPlan, weights: jax.Array):
         """Sums each token's rows with its weights."""
@@ -211,7 +216,7 @@ def _backward(ops: ExpertOps, saved, dc):
     sizes = plan.group_sizes
     scale = row_weights(plan, weights)  # [M]
     do = ops.permute(dc, plan)  # [M, D], without the weights
-    scaled_do = (scale[:, None] * do.astype(jnp.float32)).astype(ops.dtype)
+    scaled_do = ops.spread(dc, plan, weights)  # from dc, which is far shorter than do
     # One of dw_out's operands carries the weight: s a comes with the gradient of a
     # gated activation, whose a is not kept; else it is the narrower one.
     scales_a = ops.activation != "relu2" or h.shape[1] > w_out.shape[1]

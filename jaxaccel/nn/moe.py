@@ -91,7 +91,8 @@ class MoE(nnx.Module):
         kind = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         experts, d_ff = config.num_experts, config.d_ff
         d_in = 2 * d_ff if config.activation == "swiglu" else d_ff
-        self.router = Router(config, d_model, rngs=rngs)
+        dispatch = implementation_of("sort_dispatch", implementation)
+        self.router = Router(config, d_model, implementation=dispatch, rngs=rngs)
         d_expert = config.d_latent or d_model
         # The projection that adds to the stream has the gain.
         experts_gain = 1.0 if config.d_latent else out_gain
@@ -130,7 +131,7 @@ class MoE(nnx.Module):
             dtype=self.dtype,
             swiglu_limit=config.swiglu_limit,
             matmul=implementation_of("grouped_matmul", implementation),
-            dispatch=implementation_of("sort_dispatch", implementation),
+            dispatch=dispatch,
         )
 
     def __call__(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxaccel.nn.mlp import check_activation
+from jaxaccel.nn.split_product import split_product
+from pallas_kernels.sort_dispatch import chosen_scores, top_experts
 
 
 SCORES = ("softmax", "sigmoid", "topk_softmax")
@@ -232,12 +235,20 @@ class Router(nnx.Module):
       load: i32[E] `RouterLoad`, only with `global_balance_loss_coef`.
     """
 
-    def __init__(self, config: MoEConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: MoEConfig,
+        d_model: int,
+        *,
+        implementation: Any = None,
+        rngs: nnx.Rngs,
+    ):
         """Creates the kernel, truncated normal with deviation `1 / sqrt(d_model)`.
 
         Args:
           config: the mixture.
           d_model: width D.
+          implementation: of `top_experts`.
           rngs: source of the `params` key.
         """
         init = jax.nn.initializers.truncated_normal(d_model**-0.5)
@@ -251,6 +262,7 @@ class Router(nnx.Module):
         if config.global_balance_loss_coef:
             self.load = RouterLoad(jnp.zeros((config.num_experts,), jnp.int32))
         self.config = config
+        self.implementation = implementation
 
     def __call__(self, x: jax.Array, is_real: jax.Array | None = None) -> Routing:
         """Routes tokens.
@@ -263,21 +275,18 @@ class Router(nnx.Module):
           The routing; equal scores go to the lowest expert.
         """
         config = self.config
-        # HIGHEST: on a GPU the default would round f32 operands to TF32.
-        logits = jnp.einsum(
-            "btd,de->bte",
-            x.astype(jnp.float32),
-            self.kernel[...],
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        logits = _logits(x, self.kernel[...])
         if config.use_bias:
             logits = logits + self.logit_bias[...][None, None, :]
         scores = expert_scores(logits, config)
-        choice = scores
-        if config.bias_update_rate > 0:
-            choice = scores + self.bias[...][None, None, :]
-        expert_ids = select_experts(jax.lax.stop_gradient(choice), config)
-        weights = jnp.take_along_axis(scores, expert_ids, axis=-1)  # [B, T, k]
+        expert_ids = select_experts(
+            scores,
+            config,
+            bias=self.bias[...] if config.bias_update_rate > 0 else None,
+            implementation=self.implementation,
+        )
+        flat = (a.reshape(-1, a.shape[-1]) for a in (scores, expert_ids))
+        weights = chosen_scores(*flat).reshape(expert_ids.shape)  # [B, T, k]
         if config.score == "topk_softmax":
             weights = jax.nn.softmax(weights, axis=-1)
         elif config.normalize_weights and config.top_k > 1:
@@ -304,32 +313,48 @@ def expert_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
     return logits
 
 
-def select_experts(choice: jax.Array, config: MoEConfig) -> jax.Array:
+def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """f32[B, T, E], of f32 quality."""
+    if x.dtype == jnp.bfloat16:
+        flat = split_product(x.reshape(-1, x.shape[-1]), kernel)
+        return flat.reshape(*x.shape[:-1], -1)
+    # HIGHEST: on a GPU the default would round f32 operands to TF32.
+    return jnp.einsum(
+        "btd,de->bte",
+        x.astype(jnp.float32),
+        kernel,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def select_experts(
+    scores: jax.Array,
+    config: MoEConfig,
+    *,
+    bias: jax.Array | None = None,
+    implementation: Any = None,
+) -> jax.Array:
     """Picks the k best experts of the best groups.
 
     Args:
-      choice: f32[..., E], scores with the bias.
+      scores: f32[..., E].
       config: the mixture.
+      bias: f32[E], added for the choice only.
+      implementation: of `top_experts`.
 
     Returns:
-      i32[..., k], best first.
+      i32[..., k], best first; equal ones by their ids. Not differentiable.
     """
-    if config.num_groups > 1:
-        shape = (*choice.shape[:-1], config.num_groups, -1)
-        grouped = choice.reshape(shape)  # [..., groups, E / groups]
-        best, _ = jax.lax.top_k(grouped, config.group_score_top)
-        group_score = jnp.sum(best, axis=-1)  # [..., groups]
-        _, groups = jax.lax.top_k(group_score, config.top_groups)
-        kept = jnp.any(
-            groups[..., None]
-            == jnp.arange(config.num_groups).reshape((1,) * groups.ndim + (-1,)),
-            axis=-2,
-        )  # [..., groups]
-        # -inf and not 0: with a negative bias, 0 would win over a kept expert.
-        grouped = jnp.where(kept[..., None], grouped, -jnp.inf)
-        choice = grouped.reshape(choice.shape)
-    _, expert_ids = jax.lax.top_k(choice, config.top_k)
-    return expert_ids.astype(jnp.int32)
+    expert_ids = top_experts(
+        scores.reshape(-1, config.num_experts),
+        config.top_k,
+        bias=None if bias is None else jax.lax.stop_gradient(bias),
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        group_score_top=config.group_score_top,
+        implementation=implementation,
+    )
+    return expert_ids.reshape(*scores.shape[:-1], config.top_k)
 
 
 def router_aux(

@@ -11,6 +11,8 @@ from jaxaccel.nn.latent_moe import LatentMoE
 from jaxaccel.nn.mlp import MLP, MLPConfig
 from jaxaccel.nn.moe import MoE
 from jaxaccel.nn.router import MoEConfig
+from pallas_kernels._common.dispatch import recorded_choices
+from pallas_kernels._common.interpret import interpreted
 
 
 CONFIGS = {
@@ -105,6 +107,34 @@ def test_equals_the_sum_over_all_experts_with_gradients(case):
         jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True
     ):
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_the_kernels_are_used_by_name_with_gradients(build):
+    found = {}
+    for name in ("xla", "mosaic"):
+        layer = build(
+            lambda rngs, name=name: MoE(
+                CONFIGS["nemotron"],
+                8,
+                implementation=(("sort_dispatch", name),),
+                rngs=rngs,
+            )
+        )
+        graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+        x = jax.random.normal(jax.random.key(1), (2, 7, 8))
+        meta = packing_metadata((2, 7), segment_ids=jnp.asarray(SEGMENTS))
+
+        def loss(params, x, graphdef=graphdef, rest=rest, meta=meta):
+            y, aux = nnx.merge(graphdef, params, rest)(x, meta)
+            return jnp.sum(jnp.sin(y)), aux.counts
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        with interpreted(), recorded_choices() as choices:
+            found[name] = run(params, x)
+        used = [c.implementation for c in choices if c.op == "sort_dispatch"]
+        assert set(used) == {name}
+    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_padding_is_sent_to_no_expert(case):
