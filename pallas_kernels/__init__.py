@@ -17,6 +17,7 @@ Table of contents; every name is imported on first use:
 ``engram_hash``        row numbers of hashed n-grams
 ``host_gather``        rows of a table that stays in the host's memory
 ``segment_sum``        sums of rows with equal ids, in one order
+``top_k_select``       the largest scores of a row, exactly, as ascending places
 ``explain``            which implementation a call would run, and why
 =====================  =========================================================
 """
@@ -41,6 +42,7 @@ _OPS = (
     "sort_dispatch",
     "ssd",
     "ssd_step",
+    "top_k_select",
 )
 
 __all__ = [*_OPS, "explain"]
