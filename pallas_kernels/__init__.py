@@ -8,6 +8,7 @@ Table of contents; every name is imported on first use:
 ``gated_delta_step``   one token of a Gated DeltaNet layer, state in place
 ``causal_conv1d``      short depthwise causal convolution with state
 ``attention``          grouped-query attention over packed segments
+``decode_attention``   newest tokens over a cache, in one block or in pages
 ``grouped_matmul``     one matrix product per expert over sorted rows
 ``sort_dispatch``      sort-based routing of tokens to experts
 ``ssd``                the Mamba-2 recurrence, chunked, and one token of it
@@ -30,6 +31,7 @@ import types
 _OPS = (
     "attention",
     "causal_conv1d",
+    "decode_attention",
     "engram_gate",
     "engram_gather",
     "engram_hash",

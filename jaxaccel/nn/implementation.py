@@ -9,6 +9,7 @@ from typing import Any
 OPS = (
     "attention",
     "causal_conv1d",
+    "decode_attention",
     "engram_gate",
     "engram_gather",
     "engram_hash",
