@@ -55,7 +55,7 @@ class Gate(enum.IntEnum):
 
 Order = Literal["queries_first", "queries_last", "values_first"]
 Products = Literal["together", "in_turn"]
-Grads = Literal["blocks", "ring"]
+Grads = Literal["blocks", "ring", "stream"]
 Keep = Literal["inputs", "states"]
 
 
@@ -81,15 +81,16 @@ class Config:
         its own. Five of a block have 96 registers each; the compiler gives a single
         one what it wants, which decides how many blocks an SM has.
       grads: the kernel of the gradients that need no order: "ring",
-        `kernel_grads_ring` with blocks that stay, or "blocks", `kernel_grads` with a
-        block for each chunk of a key head.
+        `kernel_grads_ring` with blocks that stay and halves of V, "stream",
+        `kernel_grads_stream`, the same with matrix after matrix, or "blocks",
+        `kernel_grads` with a block for each chunk of a key head.
       grads_warpgroups: of a block of `kernel_grads`, 2 or 3.
       grads_products: "together", or "in_turn" with fewer registers: how `kernel_grads`
         makes the two products over pairs of tokens.
       keep: what the forward of a gradient writes for its backward. "inputs": nothing
         more than the inverses and factors, states are computed again. "states": the
         state at each chunk's entry and what each token writes, three times the size
-        of v; for the "ring" only. The forward kernel then has room for two stages.
+        of v; not for "blocks". The forward kernel then has room for two stages.
     """
 
     segments: int | None = None
@@ -115,9 +116,9 @@ class Config:
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}={value!r}, allowed are {allowed}")
-        if self.keep == "states" and self.grads != "ring":
+        if self.keep == "states" and self.grads == "blocks":
             raise ValueError(
-                f"keep='states' comes with grads={self.grads!r}, allowed is 'ring'"
+                "keep='states' comes with grads='blocks', allowed are 'ring', 'stream'"
             )
 
 

@@ -13,9 +13,9 @@ gradient of the state at a chunk's exit, and P, R as in `kernel_fwd`:
     dS^T = across dS^T + dO^T (scale diag(enter) Q) - (dV^T diag(enter)) K
 
 Everything else follows from dS and dV chunk by chunk, see `kernel_grads`. For
-`kernel_grads_ring` the first half writes D as well, which it has at hand, and the other
-one dY instead of dV, by leaving out the factor diag(beta) of R. Where the forward has
-kept S and D there is no first half.
+`kernel_grads_ring` and `kernel_grads_stream` the first half writes D as well, which it
+has at hand, and the other one dY instead of dV, by leaving out the factor diag(beta) of
+R. Where the forward has kept S and D there is no first half.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def chunk_bwd(
         (items, shapes.chunks, value_dim, key_dim), shapes.dtype
     )
     values = jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype)
-    ring = config.grads == "ring"
+    ring = config.grads != "blocks"
     names = ("q", "k", "do", "inverse", "gates")
     states_out, values_out, d_states, d_initial, *written = launch(
         functools.partial(_chunk_bwd_kernel, shapes=shapes, scale=scale),

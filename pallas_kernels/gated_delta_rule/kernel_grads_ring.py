@@ -35,8 +35,10 @@ the third warpgroup too few.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,16 +74,16 @@ STATES = ("states", "d_states")
 TOTAL, EXIT, BETA = 0, 2, 4
 
 
-def _blocks(shapes: Shapes) -> int:
+def block_count(shapes: Shapes) -> int:
     """Chunks of key heads."""
     return shapes.batch * shapes.chunks * shapes.key_heads
 
 
-class _Place:
+class Place:
     """Where the chunk of a key head lies that a block takes in its turn `turn`."""
 
     def __init__(self, shapes: Shapes, turn: jax.Array):
-        blocks = min(_blocks(shapes), hw.device().sms)
+        blocks = min(block_count(shapes), hw.device().sms)
         block = turn * blocks + lax.axis_index("block")
         self.token_chunk, self.key_head = tc.split_index(block, shapes.key_heads)
         self.row, self.chunk = tc.split_index(self.token_chunk, shapes.chunks)
@@ -95,18 +97,77 @@ class _Place:
         return head, self.row * self.shapes.value_heads + head
 
 
-def _half(index: Any) -> Any:
+def half_of(index: Any) -> Any:
     return pl.ds(index * HALF, HALF)
 
 
-def _parity(x: jax.Array) -> jax.Array:
+def parity_of(x: jax.Array) -> jax.Array:
     return lax.rem(x, jnp.int32(2))
 
 
-def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What depends on how the matrices of a value head come.
+
+    Attributes:
+      copy_heads: copies those of the value heads of one turn.
+      wait_free: waits until all of them have been read for the last time.
+      head_columns: gives what a warpgroup with columns does for a value head.
+      pair_products: makes dO D^T and dY D^T of a value head.
+    """
+
+    copy_heads: Callable[..., None]
+    wait_free: Callable[..., None]
+    head_columns: Callable[..., Any]
+    pair_products: Callable[..., Any]
+
+
+def _copy(
+    shapes: Shapes, roles: Roles, turns: jax.Array, sources: Any, smem: Any
+) -> None:
     """Copies ahead of the others, as far as there is room."""
 
-    def half_step(place, turn, i, carry):
+    def turn_step(turn, carry):
+        place, slot = Place(shapes, turn), parity_of(turn)
+
+        @pl.when(turn >= 2)
+        def _():
+            plgpu.barrier_wait(smem["keys_free"].at[slot])
+
+        for name, half in itertools.product(KEYS, range(2)):
+            plgpu.copy_gmem_to_smem(
+                sources[name].at[place.tokens, place.key_head, half_of(half)],
+                smem[name].at[slot, half],
+                smem["keys_full"].at[slot],
+            )
+        roles.copy_heads(shapes, place, turn, sources, smem)
+        return carry
+
+    lax.fori_loop(0, turns, turn_step, None)
+    # Every arrival must be waited for before the block ends.
+    roles.wait_free(smem)
+
+    @pl.when(turns >= 2)
+    def _():
+        plgpu.barrier_wait(smem["keys_free"].at[parity_of(turns)])
+
+    plgpu.barrier_wait(smem["keys_free"].at[parity_of(turns + 1)])
+
+
+def copy_gates(place: Place, item: Any, count: Any, sources: Any, smem: Any) -> None:
+    """Copies the factors of value head number `count`, if none reads their place."""
+    slot = parity_of(count)
+    plgpu.copy_gmem_to_smem(
+        sources["gates"].at[item, place.chunk],
+        smem["gates"].at[slot],
+        smem["gates_full"].at[slot],
+    )
+
+
+def _copy_halves(
+    shapes: Shapes, place: Place, turn: jax.Array, sources: Any, smem: Any
+) -> None:
+    def step(i, carry):
         member, half = tc.split_index(i, SLOTS)
         head, item = place.head(member)
         count = turn * shapes.group + member
@@ -118,48 +179,23 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
         # The head before has been begun by all, so none reads those of the one before.
         @pl.when(half == 0)
         def _():
-            slot = _parity(count)
-            plgpu.copy_gmem_to_smem(
-                sources["gates"].at[item, place.chunk],
-                smem["gates"].at[slot],
-                smem["gates_full"].at[slot],
-            )
+            copy_gates(place, item, count, sources, smem)
 
         for name in (*VALUES, *STATES):
             at = (item, place.chunk) if name in STATES else (place.tokens, head)
             plgpu.copy_gmem_to_smem(
-                sources[name].at[*at, _half(half)],
+                sources[name].at[*at, half_of(half)],
                 smem[name].at[half],
                 smem["full"].at[half],
             )
         return carry
 
-    def turn_step(turn, carry):
-        place, slot = _Place(shapes, turn), _parity(turn)
+    lax.fori_loop(0, shapes.group * SLOTS, step, None)
 
-        @pl.when(turn >= 2)
-        def _():
-            plgpu.barrier_wait(smem["keys_free"].at[slot])
 
-        for name, half in itertools.product(KEYS, range(2)):
-            plgpu.copy_gmem_to_smem(
-                sources[name].at[place.tokens, place.key_head, _half(half)],
-                smem[name].at[slot, half],
-                smem["keys_full"].at[slot],
-            )
-        step = functools.partial(half_step, place, turn)
-        return lax.fori_loop(0, shapes.group * SLOTS, step, carry)
-
-    lax.fori_loop(0, turns, turn_step, None)
-    # Every arrival must be waited for before the block ends.
+def _wait_halves(smem: Any) -> None:
     for half in range(SLOTS):
         plgpu.barrier_wait(smem["free"].at[half])
-
-    @pl.when(turns >= 2)
-    def _():
-        plgpu.barrier_wait(smem["keys_free"].at[_parity(turns)])
-
-    plgpu.barrier_wait(smem["keys_free"].at[_parity(turns + 1)])
 
 
 def _value_gradient(slot: Any) -> jax.Array:
@@ -189,7 +225,7 @@ def _fold(slot: Any, keys: Any, scale: float, columns: Any, sums: Any) -> Any:
       `sums` with this half's terms.
     """
     dq, dk, queried, at_exit, known = sums
-    gates, part = slot["gates"], (slice(None), _half(columns))
+    gates, part = slot["gates"], (slice(None), half_of(columns))
     states, d_states = slot["states"].at[part], slot["d_states"].at[part]
 
     enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
@@ -215,13 +251,13 @@ def _fold(slot: Any, keys: Any, scale: float, columns: Any, sums: Any) -> Any:
 
 def _kept(slot: Any, columns: Any) -> jax.Array:
     """Sums of dS o S over half of the K columns, one for each row of a half of V."""
-    part = (slice(None), _half(columns))
+    part = (slice(None), half_of(columns))
     state = tc.load(slot["states"].at[part]).astype(jnp.float32)
     d_state = tc.load(slot["d_states"].at[part]).astype(jnp.float32)
     return jnp.sum(state * d_state, axis=1)
 
 
-def _add_pairs(
+def add_pairs(
     smem: Any, keys: Any, zero: jax.Array, dq: jax.Array, dk: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the products with F and E; q and k in this warpgroup's columns."""
@@ -236,23 +272,23 @@ def _add_pairs(
 
 
 def _head_columns(
-    shapes: Shapes, scale: float, columns: Any, place: _Place, smem: Any, turn: Any
+    shapes: Shapes, scale: float, columns: Any, place: Place, smem: Any, turn: Any
 ) -> Any:
     """What a warpgroup with half of the K columns does for a value head."""
 
     def half_step(head, gates, table, half, sums):
         plgpu.barrier_wait(smem["full"].at[half])
-        zero = _unknown_zero(gates)
+        zero = unknown_zero(gates)
         slot = {name: smem[name].at[half + zero] for name in (*VALUES, *STATES)}
         slot["gates"] = gates
-        keys = {name: smem[name].at[_parity(turn) + zero, columns] for name in KEYS}
+        keys = {name: smem[name].at[parity_of(turn) + zero, columns] for name in KEYS}
 
         # One of the two for each half.
         @pl.when(half == columns)
         def _():
             table.at[BETA + columns][...] = _value_gradient(slot)
             plgpu.copy_smem_to_gmem(
-                slot["v"], smem["dv_ref"].at[place.tokens, head, _half(half)]
+                slot["v"], smem["dv_ref"].at[place.tokens, head, half_of(half)]
             )
 
         *sums, kept = sums
@@ -264,7 +300,7 @@ def _head_columns(
         return *sums, kept
 
     def step(member, carry):
-        parity = _parity(turn * shapes.group + member)
+        parity = parity_of(turn * shapes.group + member)
         gates, table = smem["gates"].at[parity], smem["sums"].at[parity]
         plgpu.barrier_wait(smem["gates_full"].at[parity])
         nothing = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), tc.PER_ROW)
@@ -274,29 +310,51 @@ def _head_columns(
             functools.partial(half_step, place.head(member)[0], gates, table),
             (*carry, *(nothing,) * 4),
         )
-        enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
-        beta = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
-        known = enter * known
-        values = tc.load(table.at[BETA + columns], tc.PER_ROW)
-        table.at[TOTAL + columns][...] = queried - beta * known - at_exit
-        table.at[EXIT + columns][...] = at_exit + gates[Gate.ENTER, CHUNK - 1] * kept
-        table.at[BETA + columns][...] = values - known
+        finish_sums(gates, table, columns, queried, at_exit, known, kept)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["summed"].at[parity])
-        zero = _unknown_zero(gates)
-        keys = {name: smem[name].at[_parity(turn) + zero, columns] for name in KEYS}
-        return _add_pairs(smem, keys, zero, dq, dk)
+        zero = unknown_zero(gates)
+        keys = {name: smem[name].at[parity_of(turn) + zero, columns] for name in KEYS}
+        return add_pairs(smem, keys, zero, dq, dk)
 
     return step
 
 
-def _unknown_zero(gates: Any) -> jax.Array:
+def finish_sums(
+    gates: Any,
+    table: Any,
+    columns: Any,
+    queried: Any,
+    at_exit: Any,
+    known: Any,
+    kept: Any,
+) -> None:
+    """Leaves sums per token for dg and dbeta in the table.
+
+    Args:
+      gates: factors of the value head.
+      table: of sums; its row for dbeta has those of dY o V.
+      columns: which half of the K columns.
+      queried, at_exit, known: see `_fold`.
+      kept: see `_kept`.
+    """
+    enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
+    beta = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
+    known = enter * known
+    values = tc.load(table.at[BETA + columns], tc.PER_ROW)
+    table.at[TOTAL + columns][...] = queried - beta * known - at_exit
+    table.at[EXIT + columns][...] = at_exit + gates[Gate.ENTER, CHUNK - 1] * kept
+    table.at[BETA + columns][...] = values - known
+
+
+def unknown_zero(gates: Any) -> jax.Array:
     """Zero, without the compiler knowing it; see `kernel_grads`."""
     return (gates[Gate.ENTER, CHUNK - 1] < 0).astype(jnp.int32)
 
 
 def _columns(
     shapes: Shapes,
+    roles: Roles,
     scale: float,
     turns: jax.Array,
     columns: jax.Array,
@@ -304,13 +362,13 @@ def _columns(
     smem: Any,
 ) -> None:
     """Warpgroup with half of the columns of dQ and dK."""
-    half = _half(columns)
+    half = half_of(columns)
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
 
     def turn_step(turn, carry):
-        place, slot = _Place(shapes, turn), _parity(turn)
+        place, slot = Place(shapes, turn), parity_of(turn)
         plgpu.barrier_wait(smem["keys_full"].at[slot])
-        step = _head_columns(shapes, scale, columns, place, smem, turn)
+        step = roles.head_columns(shapes, scale, columns, place, smem, turn)
         dq, dk = lax.fori_loop(0, shapes.group, step, (zeros, zeros))
         q, k = (smem[name].at[slot, columns] for name in KEYS)
         plgpu.barrier_wait(smem["pairs_done"])
@@ -335,7 +393,7 @@ def _pair_products(smem: Any, gates: Any, zeros: jax.Array) -> list[jax.Array]:
 
     def half_step(half, products):
         plgpu.barrier_wait(smem["full"].at[half])
-        at = half + _unknown_zero(gates)
+        at = half + unknown_zero(gates)
         slot = {name: smem[name].at[at] for name in VALUES}
         pairs = [(slot[x], slot["written"].T) for x in ("do", "d_weighed")]
         products = tc.mma_onto(*zip(products, pairs, strict=True))
@@ -347,7 +405,12 @@ def _pair_products(smem: Any, gates: Any, zeros: jax.Array) -> list[jax.Array]:
 
 
 def _pairs(
-    shapes: Shapes, scale: float, turns: jax.Array, outputs: Any, smem: Any
+    shapes: Shapes,
+    roles: Roles,
+    scale: float,
+    turns: jax.Array,
+    outputs: Any,
+    smem: Any,
 ) -> None:
     """Warpgroup for what is summed over pairs of tokens, and for dg and dbeta."""
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
@@ -355,12 +418,12 @@ def _pairs(
 
     def head_step(place, turn, member, carry):
         count = turn * shapes.group + member
-        parity = _parity(count)
+        parity = parity_of(count)
         gates, table = smem["gates"].at[parity], smem["sums"].at[parity]
         plgpu.barrier_wait(smem["gates_full"].at[parity])
-        d_qk, pairs_lower = _pair_products(smem, gates, zeros)
-        zero = _unknown_zero(gates)
-        q, k = (smem[name].at[_parity(turn) + zero] for name in KEYS)
+        d_qk, pairs_lower = roles.pair_products(smem, gates, zeros)
+        zero = unknown_zero(gates)
+        q, k = (smem[name].at[parity_of(turn) + zero] for name in KEYS)
         index = row + zero, column
         strict = index[1] < index[0]
         decay = decay_matrix(gates, index)
@@ -403,7 +466,7 @@ def _pairs(
         return carry
 
     def turn_step(turn, carry):
-        place, slot = _Place(shapes, turn), _parity(turn)
+        place, slot = Place(shapes, turn), parity_of(turn)
         plgpu.barrier_wait(smem["keys_full"].at[slot])
         step = functools.partial(head_step, place, turn)
         lax.fori_loop(0, shapes.group, step, None)
@@ -415,10 +478,10 @@ def _pairs(
 
 
 def _grads_ring_kernel(
-    sources: Any, outputs: Any, smem: Any, *, shapes: Shapes, scale: float
+    sources: Any, outputs: Any, smem: Any, *, shapes: Shapes, roles: Roles, scale: float
 ) -> None:
-    blocks = min(_blocks(shapes), hw.device().sms)
-    last = jnp.int32(_blocks(shapes) - 1) - lax.axis_index("block")
+    blocks = min(block_count(shapes), hw.device().sms)
+    last = jnp.int32(block_count(shapes) - 1) - lax.axis_index("block")
     turns = lax.div(last, jnp.int32(blocks)) + 1
     smem = smem | {"dv_ref": outputs["dv"]}
 
@@ -431,21 +494,19 @@ def _grads_ring_kernel(
         def _():
             action = "increase" if registers > launched else "decrease"
             plgpu.set_max_registers(registers, action=action)
-            run(shapes, *args, smem)
+            run(shapes, roles, *args, smem)
 
     start(warpgroup < PAIRS, REGISTERS[0], _columns, scale, turns, warpgroup, outputs)
     start(warpgroup == PAIRS, REGISTERS[PAIRS], _pairs, scale, turns, outputs)
     start(warpgroup == COPY, REGISTERS[COPY], _copy, turns, sources)
 
 
-def _scratch(shapes: Shapes) -> dict[str, Any]:
-    operand = functools.partial(tc.operand, 2, dtype=shapes.dtype)
-    keys = operand(2, CHUNK, HALF)
+def pair_scratch(shapes: Shapes) -> dict[str, Any]:
+    """Shared memory and barriers for all but the matrices of value heads."""
+    keys = tc.operand(2, 2, CHUNK, HALF, dtype=shapes.dtype)
     square = tc.operand(1, *SQUARE, dtype=shapes.dtype)
     return {
         **dict.fromkeys(KEYS, keys),
-        **{name: operand(CHUNK, HALF) for name in VALUES},
-        **{name: operand(HALF, shapes.key_dim) for name in STATES},
         "scores": square,
         "lower": square,
         "gates": plgpu.SMEM((2, len(Gate), CHUNK), jnp.float32),
@@ -454,15 +515,52 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         "keys_full": plgpu.Barrier(num_arrivals=4, num_barriers=2),
         "keys_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "gates_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
-        "full": plgpu.Barrier(
-            num_arrivals=len(VALUES) + len(STATES), num_barriers=SLOTS
-        ),
-        "free": plgpu.Barrier(num_arrivals=3, num_barriers=SLOTS),
         "summed": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "pairs_done": plgpu.Barrier(num_arrivals=1),
         "squares_full": plgpu.Barrier(num_arrivals=1),
         "squares_free": plgpu.Barrier(num_arrivals=2),
     }
+
+
+def launch_ring(
+    name: str,
+    roles: Roles,
+    shapes: Shapes,
+    scale: float,
+    sources: dict[str, jax.Array],
+    scratch: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs blocks that stay; the rest as for `chunk_grads_ring`.
+
+    Args:
+      name: of the kernel in profiles.
+      roles: what depends on how matrices of value heads come.
+      shapes, scale, sources: as for `chunk_grads_ring`.
+      scratch: `pair_scratch` and what the roles have besides.
+    """
+    keys = jax.ShapeDtypeStruct(sources["q"].shape, shapes.dtype)
+    values = jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype)
+    per_token = jax.ShapeDtypeStruct((shapes.items, shapes.time), jnp.float32)
+    out_type = {"dq": keys, "dk": keys, "dv": values, "dg": per_token}
+    out_type["dbeta"] = per_token
+    return launch_grads(
+        functools.partial(_grads_ring_kernel, shapes=shapes, roles=roles, scale=scale),
+        name,
+        sources,
+        out_type,
+        blocks=min(block_count(shapes), hw.device().sms),
+        threads=len(REGISTERS),
+        registers=REGISTERS,
+        scratch=scratch,
+    )
+
+
+_HALVES = Roles(
+    copy_heads=_copy_halves,
+    wait_free=_wait_halves,
+    head_columns=_head_columns,
+    pair_products=_pair_products,
+)
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -481,19 +579,13 @@ def chunk_grads_ring(
     Returns:
       dq, dk like q; dv like v; dg (of natural logarithms), dbeta f32[B Hv, T].
     """
-    keys = jax.ShapeDtypeStruct(sources["q"].shape, shapes.dtype)
-    values = jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype)
-    per_token = jax.ShapeDtypeStruct((shapes.items, shapes.time), jnp.float32)
-    out_type = {"dq": keys, "dk": keys, "dv": values, "dg": per_token}
-    out_type["dbeta"] = per_token
-    scratch = _scratch(shapes)
-    return launch_grads(
-        functools.partial(_grads_ring_kernel, shapes=shapes, scale=scale),
-        "pk_gdn_grads_ring",
-        sources,
-        out_type,
-        blocks=min(_blocks(shapes), hw.device().sms),
-        threads=len(REGISTERS),
-        registers=REGISTERS,
-        scratch=scratch,
-    )
+    operand = functools.partial(tc.operand, 2, dtype=shapes.dtype)
+    scratch = pair_scratch(shapes) | {
+        **{name: operand(CHUNK, HALF) for name in VALUES},
+        **{name: operand(HALF, shapes.key_dim) for name in STATES},
+        "full": plgpu.Barrier(
+            num_arrivals=len(VALUES) + len(STATES), num_barriers=SLOTS
+        ),
+        "free": plgpu.Barrier(num_arrivals=3, num_barriers=SLOTS),
+    }
+    return launch_ring("pk_gdn_grads_ring", _HALVES, shapes, scale, sources, scratch)

@@ -1,8 +1,8 @@
 """The gated delta rule through Mosaic GPU kernels, with their gradient.
 
 Forward: `kernel_inverse` then `kernel_fwd`. Backward: `kernel_bwd` computes the states
-at chunk entries again and runs the chunks in reverse, `kernel_grads` or
-`kernel_grads_ring` does the rest.
+at chunk entries again and runs the chunks in reverse, `kernel_grads`,
+`kernel_grads_ring` or `kernel_grads_stream` does the rest.
 Saved between the two are the inputs, the inverses and the decay factors; a
 `jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates". With
 `Config(keep="states")` the forward of a gradient saves the states at chunk entries and
@@ -43,6 +43,7 @@ from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd, reverse_bwd
 from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
 from pallas_kernels.gated_delta_rule.kernel_grads import chunk_grads
 from pallas_kernels.gated_delta_rule.kernel_grads_ring import chunk_grads_ring
+from pallas_kernels.gated_delta_rule.kernel_grads_stream import chunk_grads_stream
 from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E, prepare
 
 
@@ -190,11 +191,12 @@ def _rule_backward(
         between = between | more
     else:
         between, d_entries = chunk_bwd(shapes, scale, config, sources, entries, d_exits)
-    if config.grads == "ring":
-        del sources["inverse"]
-        grads = chunk_grads_ring(shapes, scale, sources | between)
-    else:
+    if config.grads == "blocks":
         grads = chunk_grads(shapes, scale, config, sources | between) | between
+    else:
+        del sources["inverse"]
+        run = chunk_grads_stream if config.grads == "stream" else chunk_grads_ring
+        grads = run(shapes, scale, sources | between)
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
     return (

@@ -201,6 +201,8 @@ VARIANTS: dict[str, Config] = {
     "values_first": Config(order="values_first"),
     "prepare5": Config(prepare_warpgroups=5),
     "keep": Config(keep="states"),
+    "stream": Config(grads="stream"),
+    "keep_stream": Config(keep="states", grads="stream"),
     "blocks": Config(grads="blocks"),
     "blocks_together": Config(grads="blocks", grads_products="together"),
     "blocks3": Config(grads="blocks", grads_warpgroups=3),

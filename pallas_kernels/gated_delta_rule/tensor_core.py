@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -94,6 +95,30 @@ def mma_each(*pairs: tuple[Operand, Operand]) -> list[jax.Array]:
 
     accs = [plgpu.ACC(_shape(pair), jnp.float32) for pair in pairs]
     return pl.run_scoped(scoped, *accs)
+
+
+def mma_beside(
+    work: Callable[[], Any], *pairs: tuple[Operand, Operand]
+) -> tuple[jax.Array, Any]:
+    """What `mma` makes of the pairs, and what `work` does while they are multiplied.
+
+    Args:
+      work: waits for nothing: a branch among products makes the compiler end them.
+      *pairs: both in shared memory, else as for `mma`.
+
+    Returns:
+      f32[64, N2], and what `work` returns.
+    """
+    if interpret.is_interpreting():
+        return _sum_of_products(pairs, None), work()
+
+    def scoped(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        done = work()
+        return acc[...], done
+
+    return pl.run_scoped(scoped, plgpu.ACC(_shape(pairs[0]), jnp.float32))
 
 
 def mma_onto(*terms: Any) -> list[jax.Array]:

@@ -47,6 +47,8 @@ def model_arguments(batch, time, dtype=jnp.bfloat16):
         (1, 1000, "float16", Config(segments=4, prepare_warpgroups=5)),
         (3, 512, "bfloat16", Config(keep="states")),
         (1, 1000, "float16", Config(segments=4, keep="states")),
+        (3, 512, "float16", Config(grads="stream")),
+        (1, 1000, "bfloat16", Config(segments=4, keep="states", grads="stream")),
     ],
 )
 def test_model_shapes_on_the_card(batch, time, dtype, config):
@@ -63,18 +65,19 @@ def test_model_shapes_on_the_card(batch, time, dtype, config):
             assert bool(jnp.array_equal(a, b)), name
 
 
+@pytest.mark.parametrize("grads", ["ring", "stream"])
 @pytest.mark.parametrize("group", [1, 3, 4])
-def test_rings_of_other_groups_on_the_card(group):
+def test_rings_of_other_groups_on_the_card(group, grads):
     """More chunks than there are SMs, so that blocks take several in turn."""
     parts = [arguments(4, 512, group, seed=i) for i in range(8)]
     heads = (jnp.concatenate(x, axis=2) for x in list(zip(*parts, strict=True))[:5])
     args = (*heads, jnp.concatenate([x[5] for x in parts], axis=1))
     is_first = first(4, 512, *((row, t) for row in range(4) for t in (0, 130, 192)))
-    alone = Config(segments=1)
+    alone = Config(segments=1, grads=grads)
     got = gradients(args, is_first, cotangents(args), "mosaic", alone)
     assert_all_close(got, with_gradients(exact(args), is_first, "reference"))
     # What was kept is what would be computed again, to the bit.
-    keep = Config(segments=1, keep="states")
+    keep = Config(segments=1, grads=grads, keep="states")
     kept = gradients(args, is_first, cotangents(args), "mosaic", keep)
     for name, a, b in zip(NAMES, kept, got, strict=True):
         assert bool(jnp.array_equal(a, b)), name

@@ -237,8 +237,9 @@ def test_states_and_their_gradients_run_through_the_chunks(documents):
         Config(grads="blocks", grads_products="together"),
         Config(grads="blocks", grads_warpgroups=3),
         Config(),
+        Config(grads="stream"),
     ],
-    ids=["in_turn", "together", "three", "ring"],
+    ids=["in_turn", "together", "three", "ring", "stream"],
 )
 def test_all_gradients_are_those_of_the_recurrence(forgetful, config):
     """One SM, so that the only block of a ring takes one chunk after the other."""
@@ -442,11 +443,14 @@ def test_kernels_lower_for_the_card(group, config):
     assert ("pk_gdn_summary" in text) == (config.segments > 1)
 
 
-@pytest.mark.parametrize("kernel", ["grads", "grads_ring", "entry_gradients"])
+@pytest.mark.parametrize(
+    "kernel", ["grads", "grads_ring", "grads_stream", "entry_gradients"]
+)
 def test_gradient_kernels_lower_for_the_card(kernel):
     from pallas_kernels.gated_delta_rule import (
         kernel_grads,
         kernel_grads_ring,
+        kernel_grads_stream,
         kernel_summary,
     )
 
@@ -469,8 +473,12 @@ def test_gradient_kernels_lower_for_the_card(kernel):
         inputs["gates"] = like(2 * items, 1, len(Gate), CHUNK, dtype=jnp.float32)
         del inputs["v"]
         operands = (inputs, state)
-    elif kernel == "grads_ring":
-        fn = functools.partial(kernel_grads_ring.chunk_grads_ring, shapes, SCALE)
+    elif kernel in ("grads_ring", "grads_stream"):
+        run = {
+            "grads_ring": kernel_grads_ring.chunk_grads_ring,
+            "grads_stream": kernel_grads_stream.chunk_grads_stream,
+        }[kernel]
+        fn = functools.partial(run, shapes, SCALE)
         del inputs["inverse"]
         more = dict.fromkeys(("written", "d_weighed"), values)
         more |= dict.fromkeys(("states", "d_states"), states)
