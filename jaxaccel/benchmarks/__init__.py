@@ -11,6 +11,7 @@ _COMMANDS = {
     "ablation": "train configs that differ in one thing, over seeds",
     "curves": "one training run by several implementations, against the seeds' noise",
     "moe": "experts by loop, one-hot tables and one sort, and whole layers",
+    "nemotron": "Nemotron 3 decoded at its size, layers of Super, a training step",
     "offload": "layer inputs in device or host memory, a stack's gradients",
     "engram": "tables trained by rows, tables on the host, what memory is good for",
     "ruler": "trains the model that caches of long contexts are asked with",

@@ -1,0 +1,273 @@
+"""The benchmark of Nemotron 3 tells no speed of another model."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaccel import benchmarks
+from jaxaccel.benchmarks import (
+    nemotron,
+    nemotron_decode,
+    nemotron_layers,
+    nemotron_train,
+    step,
+)
+from jaxaccel.config.gin_utils import load_experiment
+from jaxaccel.decoding.by_layer import LayeredDecoder
+from jaxaccel.models.describe import describe
+from jaxaccel.models.nemotron_h import NemotronHConfig
+from pallas_kernels._common import bench, timing
+from pallas_kernels._common.bench import ROOT, Ceilings
+
+
+LIMITS = Ceilings(gbps=1.0, tflops=1e-6)
+CONFIG = NemotronHConfig.tiny(pattern="ME*", param_dtype="bfloat16")
+SIZES = nemotron_decode.Sizes(prompt=3, new=4, rounds=1, checked=3, counted=2)
+
+
+@pytest.fixture(autouse=True)
+def one_run(monkeypatch):
+    """One call instead of many; it is not the time that is tested."""
+
+    def once(fn, args):
+        jax.block_until_ready(fn(*args))
+        return [timing.Timing(ms=32.0, timer="host", cache="warm")]
+
+    monkeypatch.setattr(timing, "measure", once)
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    """Rows of a decoder whose check draws other tokens from the second call on."""
+    gaps = iter([nemotron_decode.logit_gap, lambda *_: float("nan")])
+    compiled, make = [], nemotron_decode._compile
+
+    def once(*given):
+        compiled.append(compiled[0] if compiled else make(*given))
+        call, about = compiled[0]
+        return call, dict(about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nemotron_decode, "_compile", once)
+        patch.setattr(nemotron_decode, "logit_gap", lambda *given: next(gaps)(*given))
+        return list(
+            nemotron_decode.measure(
+                CONFIG,
+                "tiny",
+                implementation="xla",
+                batches=(2, 2),
+                sizes=SIZES,
+                limits=LIMITS,
+            )
+        )
+
+
+def test_a_decoded_model_has_its_speed_and_its_bytes(decoded):
+    row = decoded[0]
+    assert row["note"] == ""
+    assert row["workload"] == "tiny batch 2, 7 slots"
+    assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"], rel=1e-2)
+    moved = sum(row[f"{kind}_bytes"] for kind in ("weight", "expert", "state", "kv"))
+    assert row["floor_ms"] == pytest.approx(moved / 1e6, rel=1e-3)
+    assert row["share_of_limit"] == pytest.approx(row["floor_ms"] / row["ms"], rel=1e-2)
+    # Two of four experts a token, and two tokens.
+    assert 2 <= row["visited_experts"] <= 4
+    assert row["runs"]["ssd_step"] == "xla"
+    assert 0 <= row["logit_gap"] < 1e-3
+
+
+def test_other_tokens_have_no_speed(decoded):
+    assert decoded[1]["ms"] is None
+    assert decoded[1]["note"].startswith("no speed: other tokens")
+
+
+def test_a_gap_is_that_of_the_worst_token():
+    class Model:
+        """Logits that grow with the token, at every place."""
+
+        def init_cache(self, *shape):
+            assert shape == (1, 5)
+
+        def read(self, parameters, text, cache):
+            return dataclasses.make_dataclass("Output", ["hidden"])(text)
+
+        def unembed(self, parameters, hidden):
+            scores = jnp.broadcast_to(jnp.arange(4.0), (*hidden.shape, 4))
+            return scores if parameters is None else scores * parameters
+
+    def gap(tokens, factor=None):
+        prompts, first = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32)
+        tokens = np.asarray([tokens], np.int32)
+        return nemotron_decode.logit_gap(Model(), factor, prompts, first, tokens)
+
+    assert gap([3, 3]) == 0
+    assert gap([3, 1]) == pytest.approx(2 / np.arange(4.0).std())
+    assert gap([3, 3], jnp.inf) == np.inf
+
+
+def test_traffic_is_what_a_token_must_move():
+    model = LayeredDecoder(CONFIG.decoder())
+    parameters = jax.eval_shape(model.init, jax.random.key(0))
+
+    def moved(batch, visited):
+        return nemotron_decode.traffic(model, parameters, batch, 10, visited)
+
+    cost = describe(CONFIG.decoder()).trunk
+    one, two = moved(1, [2]), moved(2, [3])
+    assert one.state == 2 * cost.state_bytes
+    assert one.kv == 11 * cost.kv_bytes_per_token
+    assert one.experts == 2 * 2 * CONFIG.d_latent * CONFIG.d_expert * 2
+    assert two.experts == one.experts * 3 // 2
+    assert two.weights - one.weights == CONFIG.d_model * 2  # a looked up row more
+    # What a token reads by the table of `describe`, f32 parameters counted twice.
+    f32 = cost.param_bytes - 2 * cost.params
+    assert one.weights + one.experts == 2 * cost.active_params + f32
+
+
+def test_layers_are_checked_and_told(monkeypatch):
+    monkeypatch.setattr(nemotron_layers, "_CONTEXT", 40)
+    monkeypatch.setattr(nemotron_layers, "_STEPS", 2)
+
+    def rows(kind, name):
+        found = nemotron_layers.measure(
+            CONFIG,
+            "tiny",
+            implementations=(name,),
+            kinds=(kind,),
+            tokens=8,
+            batches=(2,),
+            limits=LIMITS,
+        )
+        return list(found)
+
+    forward, both, decode = rows("mamba", "xla")
+    assert [row["note"] for row in (forward, both, decode)] == [""] * 3
+    assert (forward["ms"], decode["ms"]) == (32.0, 16.0)
+    assert both["floor_ms"] == pytest.approx(3 * forward["floor_ms"], rel=1e-3)
+    mamba = CONFIG.decoder().mamba
+    states = 2 * 4 * (mamba.d_inner * mamba.state_dim + 3 * mamba.conv_channels)
+    # Weights in bfloat16 but those of each head, and both rows' states, both ways.
+    assert decode["bytes"] > 2 * states
+    refused = rows("attention", "mosaic")
+    assert {row["ms"] for row in refused} == {None}
+    assert all("no speed: not available" in row["note"] for row in refused)
+
+
+def test_a_wrong_layer_is_named(monkeypatch):
+    layer = nemotron_layers.Layer(CONFIG, "moe")
+    assert layer.fault("xla", 4) is None
+    forward = layer.forward("xla")
+    monkeypatch.setattr(
+        layer,
+        "forward",
+        lambda name: forward if name == "xla" else lambda s, x: forward(s, x) * 1.05,
+    )
+    assert layer.fault("mosaic", 4).startswith("wrong result: y - x")
+    visited = layer.step_bytes(1, None), layer.step_bytes(1000, None)
+    matrices = 4 * 2 * CONFIG.d_latent * CONFIG.d_expert * 2
+    assert visited[1] - visited[0] == pytest.approx(matrices / 2, rel=1e-3)
+
+
+def contender(loss):
+    return step.Contender(
+        name="jaxaccel",
+        advance=lambda state, batch: (state, loss),
+        state=None,
+        compile_seconds=1.0,
+        peak_bytes=2**30,
+    ), None
+
+
+def test_training_steps_are_held_against_each_other(monkeypatch):
+    batch = dataclasses.make_dataclass("Batch", ["segment_ids"])(np.ones((2, 8)))
+    losses = iter([jnp.float32(2.0), jnp.float32(2.1)])
+    monkeypatch.setattr(nemotron_train, "device_batches", lambda *_: [batch] * 2)
+    asked = []
+
+    def ours(experiment, batch):
+        asked.append(experiment.model.implementation["ssd"])
+        return contender(next(losses))
+
+    monkeypatch.setattr(nemotron_train, "ours", ours)
+    rows = list(
+        nemotron_train.measure(
+            [nemotron.TRAIN_PRESET],
+            [],
+            implementations=("mosaic", "xla"),
+            rounds=2,
+            steps=2,
+        )
+    )
+    assert asked == ["mosaic", "xla"]
+    assert [row["ms"] is None for row in rows] == [False, True]
+    assert rows[0]["workload"] == "0.97 B parameters, 8 x 4096 tokens"
+    assert rows[0]["tokens_per_s"] == pytest.approx(16e3 / rows[0]["ms"], rel=1e-2)
+    assert "losses differ by 5.0e-02" in rows[1]["note"]
+
+
+def test_the_model_of_the_training_step_is_like_nano():
+    experiment = load_experiment([str(nemotron.TRAIN_PRESET)])
+    config = experiment.model.decoder()
+    total = describe(config).total
+    assert 0.9e9 < total.params < 1.1e9
+    assert total.active_params < 0.5 * total.params
+    nano = NemotronHConfig.published("nano").pattern
+    assert nano.startswith(experiment.model.pattern)
+    assert len(config.runs) == 1  # one period of layers is compiled
+
+
+def test_rows_of_other_parts_stay(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    other = {"op": "a", "workload": "b", "implementation": "xla", "ms": 1.0}
+    old = {**other, "op": "nemotron_decode"}
+    path.write_text(json.dumps({"rows": [other, old]}))
+    fresh = {**old, "ms": 2.0, "note": ""}
+    monkeypatch.setattr(nemotron, "_rows", lambda options: [fresh])
+    assert benchmarks.main(["nemotron", "--parts=decode", f"--json={path}"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["ms"] for row in rows] == [1.0, 2.0]
+    wrong = {**fresh, "ms": None, "note": "no speed: x"}
+    monkeypatch.setattr(nemotron, "_rows", lambda options: [wrong])
+    assert benchmarks.main(["nemotron", "--parts=decode", f"--json={path}"]) == 1
+    for option in ("--parts=all", "--kinds=gdn", "--implementations=cuda"):
+        with pytest.raises(ValueError, match="is unknown, allowed are"):
+            benchmarks.main(["nemotron", option, f"--json={path}"])
+
+
+@pytest.mark.gpu
+def test_decoding_runs_the_kernels_on_the_card():
+    config = NemotronHConfig(
+        vocab_size=512,
+        d_model=256,
+        pattern="MEM*",
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=128,
+        mamba_heads=8,
+        mamba_head_dim=64,
+        mamba_groups=2,
+        state_dim=128,
+        num_experts=8,
+        experts_per_token=2,
+        d_expert=128,
+        d_shared_expert=128,
+        param_dtype="bfloat16",
+    )
+    rows = nemotron_decode.measure(
+        config,
+        "small",
+        implementation="mosaic",
+        batches=(1, 3),
+        sizes=nemotron_decode.Sizes(prompt=70, new=16, rounds=1),
+        limits=bench.ceilings(),
+    )
+    for row in rows:
+        assert row["ms"] is not None, row["note"]
+    assert (ROOT / "experiments" / "nemotron" / "train_1b.gin").is_file()
