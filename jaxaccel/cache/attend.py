@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccel.cache.layer_state import AttentionSpec, Tokens, by_head
+from jaxaccel.cache.layer_state import AttentionSpec, LayerState, Tokens, by_head
 from pallas_kernels.attention import attention, attention_with_lse
+from pallas_kernels.decode_attention import decode_attention as _held_attention
 
 
 def scores_of(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -59,6 +60,39 @@ def decode_attention(
     """
     o, lse = _softmax_sum(scores_of(q, k, spec), v, valid[:, :, None, None, :], sinks)
     return o, lse
+
+
+def held_attention(
+    state: LayerState, tokens: Tokens, spec: AttentionSpec, table: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the newest token of each row over all that a cache holds.
+
+    Keys and values are read where they are, several layers' too, and only as many as
+    there are.
+
+    Args:
+      state: with k and v [B, G, S, K], or pages [P, G, page, K], and "length" i32[B],
+        the newest token included.
+      tokens: q [B, 1, H, K], of the cache's dtype.
+      spec: the layer; `decode` names what runs.
+      table: the pages of each row, i32[B, N], -1 for none, if there are pages.
+
+    Returns:
+      As `decode_attention`.
+    """
+    k, _ = state.place("k")
+    v, _ = state.place("v")
+    return _held_attention(
+        *(tokens.q, k, v, state["length"]),
+        table=table,
+        layer=state.index,
+        heads_first=True,
+        sinks=tokens.sinks,
+        logit_cap=spec.logit_cap,
+        scale=spec.scale,
+        out_dtype=jnp.float32,
+        implementation=spec.decode,
+    )
 
 
 def _softmax_sum(

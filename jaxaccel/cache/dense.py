@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from pallas_kernels.decode_attention import decode_attention
 
 
 class TokenPlaces(Protocol):
@@ -87,6 +89,19 @@ class KVCache:
             positions=write(self.positions, meta.positions),
         )
 
+    def attend(self, q: jax.Array, held: jax.Array, **options: Any) -> jax.Array:
+        """Attention of the newest token of each row over the first tokens.
+
+        Args:
+          q: [B, 1, H, K], of the cache's dtype.
+          held: i32[B], how many of a row's tokens it sees, 0 for none.
+          **options: of `pallas_kernels.decode_attention`.
+
+        Returns:
+          [B, 1, H, K], exactly 0 for a query that sees none.
+        """
+        return decode_attention(q, self.k, self.v, held, **options)[0]
+
     def truncate(self, length: jax.Array) -> Self:
         """Forgets the tokens behind the first ones.
 
@@ -150,6 +165,11 @@ class KVCacheOfLayer:
             positions=write(self.stacked.positions, meta.positions),
         )
         return dataclasses.replace(self, stacked=stacked)
+
+    def attend(self, q: jax.Array, held: jax.Array, **options: Any) -> jax.Array:
+        """As `KVCache.attend`; the layer's part is read where it is."""
+        k, v = self.stacked.k, self.stacked.v
+        return decode_attention(q, k, v, held, layer=self.index, **options)[0]
 
     def truncate(self, length: jax.Array) -> Self:
         """As `KVCache.truncate`."""

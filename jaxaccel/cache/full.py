@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxaccel.cache.attend import decode_attention
+from jaxaccel.cache.attend import decode_attention, held_attention
 from jaxaccel.cache.layer_state import (
     AttentionSpec,
     LayerState,
@@ -68,6 +68,8 @@ class DenseCacheConfig(CachePolicy):
     ) -> tuple[jax.Array, jax.Array]:
         """As `CachePolicy.attend`."""
         del selection
+        if spec.decode is not None:
+            return held_attention(state, tokens, spec, None)
         k, v, length = state["k"], state["v"], state["length"]
         slot = jnp.arange(k.shape[2], dtype=jnp.int32)
         valid = (slot[None, :] < length[:, None])[:, None, :]

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._common.dispatch import Implementation
+
 
 type Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 """(x [B, T, H, K], positions i32[B, T]) -> x rotated; hashable, such as a frozen
@@ -27,6 +29,8 @@ class AttentionSpec:
       scale: factor on the scores.
       logit_cap: scores become cap * tanh(score / cap); `None` for no cap.
       rotate: the rotary embedding, `None` for none.
+      decode: implementation of `pallas_kernels.decode_attention` that caches of all
+        tokens run; `None` multiplies whole caches.
     """
 
     num_heads: int
@@ -35,6 +39,7 @@ class AttentionSpec:
     scale: float
     logit_cap: float | None = None
     rotate: Rotate | None = None
+    decode: Implementation | None = None
 
     def rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Keys of each kv head, [B, G, N, K], at positions i32[B, 1 or G, N]."""

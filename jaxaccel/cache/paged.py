@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxaccel.cache.attend import decode_attention
+from jaxaccel.cache.attend import decode_attention, held_attention
 from jaxaccel.cache.layer_state import (
     AttentionSpec,
     LayerState,
@@ -157,6 +157,8 @@ class PagedCacheConfig(CachePolicy):
     ) -> tuple[jax.Array, jax.Array]:
         """As `CachePolicy.attend`."""
         del selection
+        if spec.decode is not None:
+            return held_attention(state, tokens, spec, state["table"])
         table, length = state["table"], state["length"]
         batch, width = table.shape
 

@@ -168,6 +168,11 @@ class Attention(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation_of("attention", implementation)
+        # One name for every op is of those that read whole sequences: short caches and
+        # other dtypes must run, too.
+        self.decode: Any = None
+        if not isinstance(implementation, str):
+            self.decode = implementation_of("decode_attention", implementation)
 
     @property
     def _tiles(self) -> AttentionTiles:
@@ -221,6 +226,7 @@ class Attention(nnx.Module):
             scale=scale,
             logit_cap=config.logit_cap,
             rotate=None if config.rope is None else Rotation(config.rope),
+            decode=self.decode,
         )
 
     def __call__(
@@ -275,6 +281,10 @@ class Attention(nnx.Module):
         v = checkpoint_name(v, "attention_v")
         if cache is not None and length is not None:
             cache = cache.append(k, v, meta, length)
+            if self.decode is not None and time == 1:
+                held = jnp.where(meta.is_real[:, 0], length + 1, 0)
+                o = cache.attend(q, held, **self._decode_options)
+                return self._project(x, o), cache
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.
             where: dict[str, Any] = {
@@ -309,6 +319,18 @@ class Attention(nnx.Module):
             **where,
         )  # [B, T, H, K]
         return self._project(x, o), cache
+
+    @property
+    def _decode_options(self) -> dict[str, Any]:
+        """Keywords of `decode_attention`."""
+        config = self.config
+        return {
+            "window": config.window,
+            "sinks": self.sinks[...] if config.sinks else None,
+            "logit_cap": config.logit_cap,
+            "scale": config.scale,
+            "implementation": self.decode,
+        }
 
     def _project(self, x: jax.Array, o: jax.Array) -> jax.Array:
         """The heads' outputs [B, T, H, K], gated by x, as [B, T, D]."""
