@@ -17,6 +17,7 @@ Table of contents; every name is imported on first use:
 ``engram_gather``      rows of a table, in 16 bits or in 8 with scales
 ``engram_hash``        row numbers of hashed n-grams
 ``host_gather``        rows of a table that stays in the host's memory
+``landmark_scores``    how much a query group weighs each chunk's landmark
 ``segment_sum``        sums of rows with equal ids, in one order
 ``top_k_select``       the largest scores of a row, exactly, as ascending places
 ``explain``            which implementation a call would run, and why
@@ -39,6 +40,7 @@ _OPS = (
     "gated_delta_step",
     "grouped_matmul",
     "host_gather",
+    "landmark_scores",
     "rms_norm",
     "segment_sum",
     "sort_dispatch",

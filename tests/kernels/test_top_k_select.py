@@ -100,12 +100,12 @@ def test_lowers_for_the_card_(spec):
 
 
 def test_threads_have_odd_runs_that_hold_the_row():
-    for columns in (128, 129, 2_048, 2_049, 15_361, 30_721, 50_001):
+    for columns in (128, 129, 2_048, 2_049, 15_368, 30_728, 50_001):
         run = config.run(columns)
         assert run % 2 == 1
         assert columns <= 128 * run < columns + 128 * (config.UNROLL + 1)
-    assert config.pick(15_361).in_registers
-    assert not config.pick(30_721).in_registers
+    assert config.pick(15_368).in_registers
+    assert not config.pick(30_728).in_registers
 
 
 @pytest.mark.parametrize(
