@@ -10,11 +10,13 @@ write, at the copy bandwidth that the same run measures.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import os
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from jaxaccel.benchmarks.decode_programs import (
     Launch,
     Weights,
     build,
+    prefill,
     reference_tokens,
     refusals,
 )
@@ -130,50 +133,80 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
     limits = ceilings()
     weights = Weights.random(config)
     plan = settings(config, refusals(config))
+    built, expected = _prepare(config, weights, plan)
     for batch in config.batches:
-        prompts = jax.random.randint(
+        # The argmax of NaN is a token like any other, on which all steps agree.
+        is_finite = bool(np.isfinite(expected[batch][1]).all())
+        first_ms: float | None = None
+        for step in plan:
+            row = _about(config, weights, step, batch, limits)
+            if not is_finite:
+                note = "no speed: the first step's logits are not finite"
+                yield {**row, "note": note}
+                continue
+            row |= _measured(config, step, built.get((batch, step)), expected[batch])
+            if row["ms"] is not None:
+                first_ms = first_ms or row["ms"]
+                row["tokens_per_s"] = digits(batch * 1e3 / row["ms"])
+                row["share_of_limit"] = digits(row["floor_ms"] / row["ms"], 3)
+                row["times_first"] = digits(first_ms / row["ms"], 3)
+            yield row
+
+
+def _prepare(
+    config: DecodeBenchConfig, weights: Weights, plan: Sequence[Settings]
+) -> tuple[
+    dict[tuple[int, Settings], concurrent.futures.Future[Launch]],
+    dict[int, tuple[np.ndarray, np.ndarray]],
+]:
+    """Everything that is compiled: it takes longer than all that is timed.
+
+    Returns:
+      By batch and step the launch, of each step that is available; and by batch the
+      first step's tokens and logits.
+    """
+    prompts = {
+        batch: jax.random.randint(
             jax.random.fold_in(jax.random.key(config.seed), batch),
             (batch, config.prompt_length),
             0,
             weights.config.vocab_size,
         )
-        expected, logits = reference_tokens(weights, plan[0], prompts, config)
-        # The argmax of NaN is a token like any other, on which all steps agree.
-        is_finite = bool(np.isfinite(logits).all())
-        first_ms: float | None = None
-        for step in plan:
-            if not is_finite:
-                row = _about(config, weights, step, batch, limits)
-                note = "no speed: the first step's logits are not finite"
-                yield {**row, "note": note}
-                continue
-            row = _row(config, weights, step, prompts, (expected, logits), limits)
-            if row["ms"] is not None:
-                first_ms = first_ms or row["ms"]
-                row["times_first"] = digits(first_ms / row["ms"], 3)
-            yield row
+        for batch in config.batches
+    }
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Once, before the programs that begin from it.
+        list(pool.map(lambda x: prefill(weights, x, config), prompts.values()))
+        built = {
+            (batch, step): pool.submit(build, weights, step, x, config)
+            for batch, x in prompts.items()
+            for step in plan
+            if not step.unavailable
+        }
+        expected = {
+            batch: reference_tokens(weights, plan[0], x, config)
+            for batch, x in prompts.items()
+        }
+    return built, expected
 
 
-def _row(
+def _measured(
     config: DecodeBenchConfig,
-    weights: Weights,
     step: Settings,
-    prompts: jax.Array,
+    built: concurrent.futures.Future[Launch] | None,
     expected: tuple[np.ndarray, np.ndarray],
-    limits: Ceilings,
 ) -> dict[str, Any]:
-    batch = prompts.shape[0]
-    row = _about(config, weights, step, batch, limits)
+    """What a row says of a step besides `_about`."""
     # Where kernels are required, a machine without them must not pass.
     needed = step.needs_kernels and config.require
     verdict = "no speed" if needed else "not available"
-    if step.unavailable:
-        return {**row, "note": f"{verdict}: {step.unavailable}"}
+    if built is None:
+        return {"note": f"{verdict}: {step.unavailable}"}
     try:
-        launch = build(weights, step, prompts, config)
+        launch = built.result()
     except NotImplementedError as error:
-        return {**row, "note": f"{verdict}: {error}"}
-    row |= {
+        return {"note": f"{verdict}: {error}"}
+    row = {
         "runs": launch.runs,
         "compile_s": digits(launch.compile_seconds),
         "temp_bytes": launch.temp_bytes,
@@ -191,12 +224,9 @@ def _row(
     if not found.gap <= config.logit_tolerance:
         return {**row, "note": "no speed: other tokens than those of the first step"}
     milliseconds = _time(launch, _timed_tokens(config, step), config.rounds)
-    ms = statistics.median(milliseconds)
     row |= {
-        "ms": digits(ms),
+        "ms": digits(statistics.median(milliseconds)),
         "rounds_ms": [digits(value) for value in milliseconds],
-        "tokens_per_s": digits(batch * 1e3 / ms),
-        "share_of_limit": digits(row["floor_ms"] / ms, 3),
     }
     if launch.acceptance is not None:
         row |= _acceptance(launch)

@@ -177,6 +177,16 @@ def _refused(config: DecodeBenchConfig) -> str:
     return ""
 
 
+def prefill(
+    weights: Weights, prompts: jax.Array, config: DecodeBenchConfig
+) -> tuple[Carry, jax.Array]:
+    """What all steps begin from, and the hidden states [B, T, D] of the prompts.
+
+    One program for all of them: it is compiled by the first call.
+    """
+    return _prefill(_structure(weights.config), _slots(config), weights.state, prompts)
+
+
 def reference_tokens(
     weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -192,11 +202,10 @@ def reference_tokens(
 
     one = jax.jit(one) if step.jit else one
     tokens, logits = [], []
-    with jax.disable_jit(not step.jit):
-        for _ in range(config.check_tokens):
-            carry, scores = one(params, carry)
-            tokens.append(np.asarray(carry.last))
-            logits.append(np.asarray(scores))
+    for _ in range(config.check_tokens):
+        carry, scores = one(params, carry)
+        tokens.append(np.asarray(carry.last))
+        logits.append(np.asarray(scores))
     return np.stack(tokens, axis=1), np.stack(logits, axis=1)
 
 
@@ -239,12 +248,11 @@ def build(
         return carry, drawn.T
 
     if not step.jit:
-        with recorded_choices() as choices, jax.disable_jit():
+        with recorded_choices() as choices:
             one(params, filled)
 
         def run_eagerly(carry, count):
-            with jax.disable_jit():
-                return _collect(lambda carry: one(params, carry), carry, count, 1)
+            return _collect(lambda carry: one(params, carry), carry, count, 1)
 
         return Launch(start=start, run=run_eagerly, runs=implementations_used(choices))
     call = jax.jit(
@@ -284,7 +292,7 @@ def _speculative(
         _structure(weights.config),
         (step.num_drafts, _slots(config), capacity),
         weights.state,
-        *_prefill(_structure(weights.config), _slots(config), weights.state, prompts),
+        *prefill(weights, prompts, config),
         prompts,
         stops,
         limit,
@@ -398,9 +406,7 @@ def _prefilled(
     weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
 ) -> Carry:
     """The caches after the prompt, in a step's layout, and the first token."""
-    carry, _ = _prefill(
-        _structure(weights.config), _slots(config), weights.state, prompts
-    )
+    carry, _ = prefill(weights, prompts, config)
     if step.layers == "python":
         layers = unstack(carry.cache.layers)
         layers = [jax.tree.map(lambda leaf: leaf[0], layer) for layer in layers]
@@ -422,7 +428,6 @@ def _slots(config: DecodeBenchConfig) -> int:
 def _prefill(
     graphdef: Any, slots: int, state: Any, prompts: jax.Array
 ) -> tuple[Carry, jax.Array]:
-    """What all steps begin from, and the hidden states [B, T, D] of the prompts."""
     model = nnx.merge(graphdef, state)
     output = model(prompts, cache=model.init_cache(prompts.shape[0], slots))
     last = jnp.argmax(model.unembed(output.hidden[:, -1]), axis=-1)

@@ -163,6 +163,7 @@ def measured(monkeypatch, config, tokens, best=1.0, **about):
     moved = decode.Traffic(weights=1, state=1, kv=1)
     monkeypatch.setattr(decode, "traffic", lambda *_: moved)
     monkeypatch.setattr(decode, "refusals", lambda config: {})
+    monkeypatch.setattr(decode, "prefill", lambda *_: None)
     monkeypatch.setattr(decode, "reference_tokens", lambda *_: reference)
     monkeypatch.setattr(decode, "build", lambda *_: launch(drawn, **about))
     return list(decode.measure(config))
