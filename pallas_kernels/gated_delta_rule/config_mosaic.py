@@ -34,6 +34,7 @@ REGISTERS = (192, 192, 104, 24)
 # exp is 0 in f32 from -104 on, so this floor of the log decay changes no result, but
 # it keeps sums over a chunk precise.
 MIN_LOG_DECAY = -110.0
+LOG2_E = 1.4426950408889634
 
 
 class Gate(enum.IntEnum):
@@ -57,6 +58,7 @@ Order = Literal["queries_first", "queries_last", "values_first"]
 Products = Literal["together", "in_turn"]
 Grads = Literal["blocks", "ring", "stream"]
 Keep = Literal["inputs", "states"]
+Inverse = Literal["each", "masked"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,8 @@ class Config:
       prepare_warpgroups: of a block of `kernel_inverse`, 1 or 5, each with a chunk of
         its own. Five of a block have 96 registers each; the compiler gives a single
         one what it wants, which decides how many blocks an SM has.
+      inverse: how `kernel_inverse` multiplies the tiles of its warps: "each" with all,
+        of which a warp keeps its own, or "masked", `kernel_inverse_masked`.
       grads: the kernel of the gradients that need no order: "ring",
         `kernel_grads_ring` with blocks that stay and halves of V, "stream",
         `kernel_grads_stream`, the same with matrix after matrix, or "blocks",
@@ -97,6 +101,7 @@ class Config:
     stages: int = 3
     order: Order = "queries_first"
     prepare_warpgroups: int = 1
+    inverse: Inverse = "each"
     grads: Grads = "ring"
     grads_warpgroups: int = 2
     grads_products: Products = "in_turn"
@@ -109,6 +114,7 @@ class Config:
             ("stages", (2, 3)),
             ("order", get_args(Order)),
             ("prepare_warpgroups", (1, 5)),
+            ("inverse", get_args(Inverse)),
             ("grads", get_args(Grads)),
             ("grads_warpgroups", (2, 3)),
             ("grads_products", get_args(Products)),

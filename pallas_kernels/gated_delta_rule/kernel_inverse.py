@@ -18,6 +18,8 @@ the matrix is multiplied with the tile of every warp, and each warp keeps what i
 own. That is a quarter of the work of whole products, and of the registers. Only the
 last two steps have tiles beside the diagonal.
 
+`kernel_inverse_masked` does the same with one sum in place of four.
+
 Value heads of one key head share K K^T, but multiplying it again costs less than the
 registers that a loop over the heads takes from other blocks: products wait for each
 other, so what counts is how many chunks an SM has at a time.
@@ -40,6 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
+from pallas_kernels.gated_delta_rule import kernel_inverse_masked
 from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
@@ -49,9 +52,9 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     Gate,
     Shapes,
 )
+from pallas_kernels.gated_delta_rule.config_mosaic import LOG2_E as LOG2_E
 
 
-LOG2_E = 1.4426950408889634
 TILE = 16  # rows of a warp, and the least that a product sums over
 TILES = CHUNK // TILE
 
@@ -205,8 +208,9 @@ def _prepare_chunk(
     tiles_smem,
     corner_smem,
     arrived,
-    *,
+    *decays_smem,
     shapes: Shapes,
+    masked: bool,
 ):
     # Heads vary fastest, so that those of one key head find its keys in the cache.
     block, head = tc.split_index(index, shapes.value_heads)
@@ -220,13 +224,18 @@ def _prepare_chunk(
             k_ref.at[tokens, key_head, columns], k_smem.at[half], arrived
         )
     index = tc.square_indices(CHUNK)
-    beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
-    total, enter, leave, start = decay_rows(
-        g_ref.at[item, inside],
+    at = (row, inside, head) if masked else (item, inside)
+    beta = tc.load_global(beta_ref.at[*at], tc.PER_ROW)
+    decays = (
+        g_ref.at[*at],
         start_ref.at[row, inside],
         start_ref[row, chunk * CHUNK + (CHUNK - 1)],
-        index,
     )
+    if masked:
+        rows = kernel_inverse_masked.decay_rows(*decays, *decays_smem)
+    else:
+        rows = decay_rows(*decays, index)
+    total, enter, leave, start = rows
     gates = gates_ref.at[item, chunk]
     gates.at[Gate.TOTAL][...] = total
     gates.at[Gate.ENTER][...] = enter
@@ -235,9 +244,13 @@ def _prepare_chunk(
     gates.at[Gate.START][...] = start
     plgpu.barrier_wait(arrived)
     lower = tc.mma(*((k_smem.at[half], k_smem.at[half].T) for half in range(2)))
-    lower = lower * tc.per_row(beta, SQUARE)
-    lower = jnp.where(index[0] > index[1], lower, 0.0)
-    inverse = _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem)
+    places = lower_smem, tiles_smem, corner_smem
+    if masked:
+        inverse = kernel_inverse_masked.unit_lower_inverse(lower, beta, *places)
+    else:
+        lower = lower * tc.per_row(beta, SQUARE)
+        lower = jnp.where(index[0] > index[1], lower, 0.0)
+        inverse = _unit_lower_inverse(lower, *places)
     out_smem = k_smem.at[0]  # nobody reads the keys any more
     out_smem[...] = inverse.astype(out_smem.dtype)
     plgpu.commit_smem()
@@ -268,8 +281,9 @@ def prepare(
       shapes: sizes of the call.
       config: launch parameters.
       k: [B T, Hk, K], bf16 or f16.
-      g: f32[B Hv, T], log decay in base 2, from -160 to 0.
-      beta: f32[B Hv, T].
+      g: f32[B Hv, T], log decay in base 2, from -160 to 0; if `config.inverse` is
+        "masked", f32[B, T, Hv], natural logarithms <= 0.
+      beta: f32, of g's shape.
       start: i32[B, T] from `tables.document_starts`.
 
     Returns:
@@ -277,13 +291,16 @@ def prepare(
       gates f32[B Hv, T / C, len(Gate), C]: what `Gate` lists, chunk by chunk.
     """
     count, chunks = config.prepare_warpgroups, shapes.items * shapes.chunks
+    masked = config.inverse == "masked"
     scratch: list[Any] = [
         tc.operand(count, 2, CHUNK, HALF, dtype=k.dtype),
         _tiled(count, *SQUARE),
-        _tiled(count, 2, CHUNK, TILE),
+        _tiled(count, 3 if masked else 2, CHUNK, TILE),
         _tiled(count, CHUNK, 2 * TILE),
         plgpu.Barrier(num_arrivals=2, num_barriers=count),  # halves of the keys
     ]
+    if masked:
+        scratch.append(plgpu.SMEM((count, CHUNK), jnp.float32))
     hw.check_smem(tc.shared_bytes(scratch), "pk_gdn_prepare")
 
     def body(*refs):
@@ -298,6 +315,7 @@ def prepare(
                 *refs[: -len(scratch)],
                 *places,
                 shapes=shapes,
+                masked=masked,
             )
 
     return plgpu.kernel(

@@ -32,6 +32,7 @@ from pallas_kernels.gated_delta_rule import (
 )
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
+    LOG2_E,
     MIN_LOG_DECAY,
     Config,
     Shapes,
@@ -44,7 +45,7 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
 from pallas_kernels.gated_delta_rule.kernel_grads import chunk_grads
 from pallas_kernels.gated_delta_rule.kernel_grads_ring import chunk_grads_ring
 from pallas_kernels.gated_delta_rule.kernel_grads_stream import chunk_grads_stream
-from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E, prepare
+from pallas_kernels.gated_delta_rule.kernel_inverse import prepare
 
 
 def _by_head(shapes: Shapes, x: jax.Array) -> jax.Array:
@@ -70,8 +71,9 @@ def _only(sources: dict[str, jax.Array], *names: str) -> dict[str, jax.Array]:
 def _prepare(
     shapes: Shapes, config: Config, k, g, beta, start
 ) -> tuple[jax.Array, jax.Array]:
-    g = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
-    beta = _by_head(shapes, beta)
+    if config.inverse == "each":
+        g = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
+        beta = _by_head(shapes, beta)
     inverse, gates = prepare(shapes, config, _flat(k), g, beta, start)
     inverse = checkpoint_name(inverse, "gdn_inverse")
     return inverse, checkpoint_name(gates, "gdn_gates")

@@ -138,8 +138,10 @@ def forgetful(documents):
     return args, is_first, with_gradients(exact(args), is_first, "reference")
 
 
-@pytest.mark.parametrize("warpgroups", [1, 5])
-def test_chunks_are_inverted_whatever_the_keys(warpgroups):
+@pytest.mark.parametrize(
+    "config", [Config(), Config(prepare_warpgroups=5), Config(inverse="masked")]
+)
+def test_chunks_are_inverted_whatever_the_keys(config):
     from pallas_kernels.gated_delta_rule import kernel_inverse
 
     # Chunk 0 has random keys, chunk 1 keys of cosine 0.9, chunk 2 one key.
@@ -155,14 +157,15 @@ def test_chunks_are_inverted_whatever_the_keys(warpgroups):
     def by_head(x):
         return jnp.swapaxes(x, 1, 2)[:, 0]
 
-    config = Config(prepare_warpgroups=warpgroups)
+    rates = g, beta
+    if config.inverse == "each":
+        rates = by_head(g * kernel_inverse.LOG2_E), by_head(beta)
     with interpreted():
         inverse, gates = jit(
             functools.partial(kernel_inverse.prepare, shapes_of(args), config)
         )(
             flat(k),
-            by_head(g * kernel_inverse.LOG2_E),
-            by_head(beta),
+            *rates,
             tables.document_starts(is_first, CHUNK),
         )
     want_inverse, want_gates = prepared(args, is_first)
@@ -352,11 +355,13 @@ def test_a_document_is_bit_equal_wherever_it_stands():
     np.testing.assert_array_equal(state[0], state[1])
 
 
-def test_total_decay_leaves_finite_results():
+@pytest.mark.parametrize("inverse", ["each", "masked"])
+def test_total_decay_leaves_finite_results(inverse):
     args = arguments(time=100, group=2)
     args = (*args[:3], args[3].at[:, 1::7].set(-1e4), *args[4:])
+    config = Config(segments=1, inverse=inverse)
     with interpreted():
-        got = compiled_rule(args, first(1, 100), "mosaic")
+        got = compiled_rule(args, first(1, 100), "mosaic", config)
     want = compiled_rule(exact(args), first(1, 100), "reference")
     assert_all_close(got, want, NAMES[:2])
 
@@ -426,7 +431,7 @@ def test_without_a_card_the_kernels_refuse_and_nothing_picks_them():
     [
         (4, Config(segments=1, prepare_warpgroups=5)),
         (2, Config(segments=3, stages=3, order="values_first")),
-        (2, Config(segments=3, keep="states")),
+        (2, Config(segments=3, keep="states", inverse="masked")),
     ],
 )
 def test_kernels_lower_for_the_card(group, config):
