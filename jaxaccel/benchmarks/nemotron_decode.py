@@ -29,8 +29,6 @@ from pallas_kernels._common.dispatch import recorded_choices
 OPS = ("ssd_step", "grouped_matmul")
 """Those that decoding runs by the implementation that is measured."""
 _KERNELS = ("pk_ssd_step", "pk_grouped_matmul_fwd")
-# XLA's rewriting of a product with one row materialises the products it sums.
-_ONE_ROW_OPTIONS = {"xla_disable_hlo_passes": "dot-strength-reduction"}
 # A near tie may fall either way in bfloat16; a token of no meaning is about four
 # deviations of the logits below the best one.
 _TOLERANCE = 0.5
@@ -318,12 +316,11 @@ def _compile(
         carry, drawn = jax.lax.scan(body, carry, length=count)
         return carry, drawn.T
 
-    one_row = filled.last.shape[0] == 1 and jax.default_backend() == "gpu"
-    options = _ONE_ROW_OPTIONS if one_row else {}
+    options = compiler_options(filled.last.shape[0])
     start = time.perf_counter()
     with recorded_choices() as choices:
         lowered = jax.jit(several, donate_argnums=1).lower(parameters, filled)
-    compiled = lowered.compile(compiler_options=dict(options))
+    compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     return compiled, {
@@ -334,6 +331,14 @@ def _compile(
         "runs": implementations_used(choices),
         "text": text,
     }
+
+
+def compiler_options(batch: int) -> dict[str, str]:
+    """Of programs that multiply `batch` rows with a matrix."""
+    if batch > 1 or jax.default_backend() != "gpu":
+        return {}
+    # XLA turns a product of one row into a sum of products, and writes all of these.
+    return {"xla_disable_hlo_passes": "dot-strength-reduction"}
 
 
 def _copy(carry: Carry) -> Carry:

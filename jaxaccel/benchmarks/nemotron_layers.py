@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxaccel.benchmarks.moe import Measured
-from jaxaccel.benchmarks.moe import measure as measure_program
-from jaxaccel.benchmarks.nemotron_decode import nbytes
+from jaxaccel.benchmarks.nemotron_decode import compiler_options, nbytes
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.models.decoder import Block
 from jaxaccel.models.describe import describe
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.nn.router import MoEConfig
+from pallas_kernels._common import timing
 from pallas_kernels._common.bench import Ceilings, assert_close_on_device, digits
 
 
@@ -200,7 +200,7 @@ def measure(
                 steps, arguments = layer.steps(implementation, batch)
                 moved = layer.step_bytes(batch, arguments[2])
                 if fault is None:
-                    found = measure_program(steps, arguments)
+                    found = _timed(steps, arguments, compiler_options(batch))
                     ms = found.ms and found.ms / _STEPS
                     found = dataclasses.replace(found, ms=ms)
                 floor = moved / limits.gbps / 1e6
@@ -212,8 +212,25 @@ def measure(
 def _time(layer: Layer, implementation: str, direction: str, tokens: int) -> Measured:
     x = layer.input(1, tokens)
     if direction == "fwd":
-        return measure_program(layer.forward(implementation), (layer.state, x))
-    return measure_program(layer.backward(implementation), (layer.state, x, x))
+        return _timed(layer.forward(implementation), (layer.state, x))
+    return _timed(layer.backward(implementation), (layer.state, x, x))
+
+
+def _timed(
+    fn: Any, arguments: tuple[Any, ...], options: Mapping[str, str] | None = None
+) -> Measured:
+    """Compiles a function and times it on the device, warm."""
+    try:
+        lowered = jax.jit(fn).lower(*arguments)
+        call = lowered.compile(compiler_options=dict(options or {}))
+        memory = call.memory_analysis()
+        temp = 0 if memory is None else memory.temp_size_in_bytes
+        time = timing.measure(call, arguments)[0]
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Measured(note="out of memory")
+    return Measured(ms=time.ms, timer=time.timer, temp_bytes=temp)
 
 
 def _forward_flops(config: NemotronHConfig, kind: str, tokens: int) -> float:
