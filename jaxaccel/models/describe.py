@@ -168,10 +168,10 @@ class Description:
         if engram is None:
             return []
         num_rows = _num_rows(engram, self.config.vocab_size)
-        width = jnp.dtype(engram.table_dtype).itemsize
         size = sum(num_rows) * engram.head_dim
+        num_bytes = sum(num_rows) * engram.row_bytes
         return [
-            f"memory tables  {size:,} ({_short(size, 'B')}), {_bytes(size * width)}: "
+            f"memory tables  {size:,} ({_short(size, 'B')}), {_bytes(num_bytes)}: "
             f"{sum(num_rows):,} rows, a token reads "
             f"{engram.num_columns * len(num_rows):,}"
         ]
@@ -284,9 +284,11 @@ class _Counter:
         return rows
 
     def table(self, config: EngramConfig, num_rows: int) -> Cost:
-        size = num_rows * config.head_dim
-        width = jnp.dtype(config.table_dtype).itemsize
-        return Cost(params=size, active_params=config.width, param_bytes=size * width)
+        return Cost(
+            params=num_rows * config.head_dim,
+            active_params=config.width,
+            param_bytes=num_rows * config.row_bytes,
+        )
 
     def engram(self, config: EngramConfig) -> Cost:
         """What a layer does with the rows that it reads."""

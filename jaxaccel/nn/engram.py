@@ -15,8 +15,10 @@ from jaxaccel.data.compressed_vocab import CompressedVocabulary
 from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear
+from jaxaccel.quant.mxfp8 import BLOCK_SIZE, quantize, unpack
 from pallas_kernels.engram_gate import engram_gate as take_gated
 from pallas_kernels.engram_gather import engram_gather
+from pallas_kernels.engram_gather.reference import factors
 from pallas_kernels.engram_hash import empty_history, engram_hash
 from pallas_kernels.host_gather import host_gather
 
@@ -174,6 +176,7 @@ class EngramTable(nnx.Module):
 
     Attributes:
       rows: table_dtype[rows, d], all heads of all orders in one array.
+      scales: u8[rows, d / 32], exponents of powers of two, with rows of 8 bits alone.
     """
 
     def __init__(
@@ -181,18 +184,28 @@ class EngramTable(nnx.Module):
     ):
         """Draws the rows, normal with deviation `1 / sqrt(d)`."""
         draw = jax.nn.initializers.normal(head_dim**-0.5)
-        self.rows = TableRows(draw(rngs.params(), (num_rows, head_dim), dtype))
+        self.is_narrow = jnp.dtype(dtype).itemsize == 1
+        if not self.is_narrow:
+            self.rows = TableRows(draw(rngs.params(), (num_rows, head_dim), dtype))
+            return
+        drawn = draw(rngs.params(), (num_rows, head_dim), jnp.bfloat16)
+        values, scales = quantize(drawn)
+        self.rows, self.scales = TableRows(values), TableRows(scales)
 
     def __call__(self, ids: jax.Array, implementation: Any = None) -> jax.Array:
         """Looks up i32[B, T, C]; gives [B, T, C, d], NaN for a row that there isn't."""
-        return engram_gather(self.rows[...], ids, implementation=implementation)
+        scale = self.scales[...] if self.is_narrow else None
+        return engram_gather(
+            self.rows[...], ids, scale=scale, implementation=implementation
+        )
 
 
 class GatheredRows(nnx.Module):
     """Takes an `EngramTable`'s place where a batch's rows were gathered before.
 
     Attributes:
-      rows: [K, d], each row that the batch reads once, or as it comes from a host.
+      rows: [K, d], each row that the batch reads once, or as it comes from a host; u32
+        rows of `quant.mxfp8.pack` where the table has 8 bits.
       slots: i32[B, T, C], place of each lookup's row.
     """
 
@@ -208,8 +221,10 @@ class GatheredRows(nnx.Module):
                 f"rows were gathered for {list(self.slots.shape)} lookups, this call "
                 f"has {list(ids.shape)}"
             )
-        slots = self.slots[...]
-        return engram_gather(self.rows[...], slots, implementation=implementation)
+        rows, scale, slots = self.rows[...], None, self.slots[...]
+        if rows.dtype == jnp.uint32:
+            rows, scale = unpack(rows)
+        return engram_gather(rows, slots, scale=scale, implementation=implementation)
 
 
 class HostRows(nnx.Module):
@@ -219,7 +234,8 @@ class HostRows(nnx.Module):
     looks up: the host neither hashes nor gathers.
 
     Attributes:
-      rows: [rows, d] in the memory kind "pinned_host".
+      rows: [rows, d] in the memory kind "pinned_host"; u32 rows of `quant.mxfp8.pack`
+        where the table has 8 bits.
     """
 
     def __init__(self, rows: jax.Array, *, implementation: Implementations = None):
@@ -238,6 +254,11 @@ class HostRows(nnx.Module):
         table = self.rows[...]
         rows = host_gather(table, ids, implementation=self.read_by)
         is_row = (ids >= 0) & (ids < table.shape[0])
+        if rows.dtype == jnp.uint32:
+            values, scales = unpack(rows)
+            blocks = values.astype(jnp.float32).reshape(*scales.shape, BLOCK_SIZE)
+            blocks = blocks * factors(scales)[..., None]
+            rows = blocks.reshape(values.shape).astype(jnp.bfloat16)
         return jnp.where(is_row[..., None], rows, jnp.array(jnp.nan, rows.dtype))
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax.numpy as jnp
+
 from jaxaccel.data.compressed_vocab import CompressedVocabulary
+from jaxaccel.quant.mxfp8 import BLOCK_SIZE
 from pallas_kernels.engram_hash import HashLayout
 
 
 BOUNDARIES = ("none", "eos", "segment")
-TABLE_DTYPES = ("float32", "bfloat16")
+TABLE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,8 @@ class EngramConfig:
       gate_clamp: smallest |score| whose root is taken.
       gate_norm_eps: of the norms of query and key.
       conv_norm_eps: of the norm in front of the convolution.
-      table_dtype: "float32" or "bfloat16".
+      table_dtype: "float32", "bfloat16" or "float8_e4m3fn". The last has a power of two
+        for every 32 values beside the rows, gives bfloat16, and is read only.
       table_lr_factor: learning rate of the table, in units of the model's.
       table_optimizer: "adam", "rowwise_adam" or "sinkhorn_momentum", see
         `training.sparse_table`. Both are part of what a table's size was chosen for.
@@ -117,6 +121,11 @@ class EngramConfig:
         self._check_choice("boundary", BOUNDARIES)
         self._check_choice("index_base", (0, 1))
         self._check_choice("table_dtype", TABLE_DTYPES)
+        if self.is_narrow and self.head_dim % BLOCK_SIZE:
+            raise ValueError(
+                f"EngramConfig: head_dim={self.head_dim} must be a multiple of the "
+                f"{BLOCK_SIZE} values of {self.table_dtype} that share a scale"
+            )
         self._check_choice(
             "table_optimizer", ("adam", "rowwise_adam", "sinkhorn_momentum")
         )
@@ -162,6 +171,17 @@ class EngramConfig:
     def places(self) -> tuple[int, ...]:
         """The layers, counted from 0."""
         return tuple(layer - (self.index_base or 0) for layer in self.layers)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether rows have scales beside them."""
+        return self.table_dtype == "float8_e4m3fn"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, its scales included."""
+        size = self.head_dim * jnp.dtype(self.table_dtype).itemsize
+        return size + self.head_dim // BLOCK_SIZE * self.is_narrow
 
     @property
     def dilation(self) -> int:

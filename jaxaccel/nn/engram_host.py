@@ -22,6 +22,7 @@ from jaxaccel.data.compressed_vocab import CompressedVocabulary
 from jaxaccel.nn.engram import GatheredRows, HostRows
 from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.implementation import Implementations
+from jaxaccel.quant.mxfp8 import packed_width
 from pallas_kernels.engram_hash import hash_on_host
 
 
@@ -62,14 +63,16 @@ class HostEngramMemory:
         Args:
           config: the model's memory.
           vocab_size: number of the model's raw ids.
-          stores: the table of each of the config's layers.
+          stores: the table of each of the config's layers; with 8 bits, the rows of
+            `quant.mxfp8.pack`.
           vocabulary: the map to token classes, with `compressed_size`.
 
         Raises:
           ValueError: tables or map are not those of the config.
         """
         self.config, self.layout = config, config.layout(vocab_size)
-        expected = [(rows, config.head_dim) for rows in self.layout.num_rows]
+        width = packed_width(config.head_dim) if config.is_narrow else config.head_dim
+        expected = [(rows, width) for rows in self.layout.num_rows]
         found = [(store.num_rows, store.width) for store in stores]
         if found != expected:
             raise ValueError(

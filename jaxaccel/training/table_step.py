@@ -128,6 +128,11 @@ class TableTraining:
                 "optimizer_on_host=True does not work with an n-gram memory: moments "
                 "are gathered on the device"
             )
+        if engram.is_narrow:
+            raise ValueError(
+                f"table_dtype={engram.table_dtype!r} is read only, a run trains tables "
+                "in 'float32' or 'bfloat16'"
+            )
         self.names = table_names(len(engram.layers))
         self.parts = _RowsAsParameters(
             graphdef=parts.graphdef,
