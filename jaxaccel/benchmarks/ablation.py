@@ -9,6 +9,7 @@ import tempfile
 from typing import Any
 
 from jaxaccel.benchmarks import results
+from jaxaccel.benchmarks.curves import kept_curves
 from jaxaccel.benchmarks.step import add_options
 from jaxaccel.benchmarks.trained import throughput, train_once
 from jaxaccel.config.gin_utils import load_experiment
@@ -29,14 +30,16 @@ def measure(
       corpus_dir: where the tokenised corpus is kept between runs.
 
     Returns:
-      A row: held-out nats per byte by seed and their mean, parameters, tokens, speed.
+      A row: held-out nats per byte by seed and their mean, parameters, tokens, speed,
+      and "curves": figures of `curves.KEPT` by seed and logged step.
     """
-    heldout, speeds = [], []
+    heldout, speeds, curves = [], [], []
     experiment = load_experiment([gin_file], bindings)
     for seed in seeds:
         outcome, rows = train_once(experiment, seed, corpus_dir)
         heldout.append(outcome.final_eval["nats_per_byte"])
         speeds.append(throughput(rows))
+        curves.append(kept_curves(rows))
     config = experiment.model.decoder()
     about = describe(config, experiment.data.seq_len)
     batch = experiment.data.batch_size * experiment.data.seq_len
@@ -52,6 +55,10 @@ def measure(
         "heldout_by_seed": [digits(value, 5) for value in heldout],
         "heldout": digits(statistics.mean(heldout), 5),
         "tokens_per_s": digits(statistics.mean(speeds)),
+        "curves": {
+            name: values if name == "step" else [own.get(name) for own in curves]
+            for name, values in curves[0].items()
+        },
     }
 
 
@@ -72,5 +79,5 @@ def main(argv: list[str]) -> int:
             )
             rows.append({**row, **about})
             results.write(options.json, rows)
-            print(rows[-1])
+            print({k: v for k, v in rows[-1].items() if k != "curves"})
     return 0

@@ -28,7 +28,13 @@ from pallas_kernels._common.dispatch import recorded_choices
 
 
 # Figures of the "train" rows that are kept, where a run has them.
-KEPT = ("nats_per_token", "grad_norm", "router_max_violation", "router_dead_experts")
+KEPT = (
+    "nats_per_token",
+    "grad_norm",
+    "router_max_violation",
+    "router_min_load",
+    "router_dead_experts",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +86,7 @@ def run_once(
     experiment = load_experiment(list(gin_files), list(bindings))
     with recorded_choices() as choices:
         outcome, rows = train_once(experiment, seed, corpus_dir)
-    curves = {"step": [row["step"] for row in rows]}
-    for name in KEPT:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if len(values) == len(rows):
-            curves[name] = [digits(value, 5) for value in values]
+    curves = kept_curves(rows)
     if "nats_per_token" not in curves:
         raise ValueError(f"{variant}: a loss that was logged is not finite")
     return Run(
@@ -95,6 +97,16 @@ def run_once(
         tokens_per_s=throughput(rows),
         runs=implementations_used(choices),
     )
+
+
+def kept_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The figures of `KEPT` that all "train" rows have, and their steps as "step"."""
+    curves = {"step": [row["step"] for row in rows]}
+    for name in KEPT:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if len(values) == len(rows):
+            curves[name] = [digits(value, 5) for value in values]
+    return curves
 
 
 def distance(a: Run, b: Run) -> float:

@@ -2,13 +2,14 @@
 
     jaxaccel bench moe --json FILE
     jaxaccel bench moe --parts dispatch --experts 32,128,512 --json FILE
-    jaxaccel bench moe --parts layer --gin_file PRESET --json FILE
+    jaxaccel bench moe --parts layer,kept --gin_file PRESET --json FILE
 
 "dispatch": the routed experts alone, of the same work a token and more and more experts
 (`benchmarks.moe_rivals`). "layer": whole layers of models (`MoEBenchConfig`), with the
 time of what is no matrix product of theirs, and beside it the time that their products
 would take at the rate at which this card multiplies large dense matrices in the same
-run. No speed is written for a wrong result.
+run. "kept": the bytes that a compiled step keeps of each layer for its backward pass,
+nothing is run. No speed is written for a wrong result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
+import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,8 +37,6 @@ from pallas_kernels._common import timing
 from pallas_kernels._common.bench import ROOT, Ceilings, ceilings, digits, stamp
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.sort_dispatch import (
-    combine,
-    permute,
     row_weights,
     slot_values,
     sort_dispatch,
@@ -43,7 +44,8 @@ from pallas_kernels.sort_dispatch import (
 
 
 DIRECTIONS = ("fwd", "fwd+bwd")
-PARTS = ("dispatch", "layer")
+PARTS = ("dispatch", "layer", "kept")
+_IMPLEMENTATIONS = ("mosaic", "xla", "reference")
 PRESETS = ("nemotron3_super", "qwen3_next", "nemotron3_nano", "gpt_oss_20b_layer")
 
 
@@ -88,7 +90,7 @@ def measure(
         temp = 0 if memory is None else memory.temp_size_in_bytes
         if check is not None and (fault := check(call(*args))) is not None:
             return Measured(temp_bytes=temp, note=f"wrong result: {fault}")
-        time = timing.measure(call, args)[0]
+        time = timing.measure(call, args, cold=False)[0]
     except NotImplementedError as error:
         return Measured(note=f"not available: {error}")
     except jax.errors.JaxRuntimeError as error:
@@ -158,7 +160,9 @@ class Layer:
     dy: jax.Array
 
     @classmethod
-    def build(cls, config: MoEBenchConfig, implementation: str) -> Layer:
+    def build(
+        cls, config: MoEBenchConfig, implementation: str, dispatch: str = "xla"
+    ) -> Layer:
         """Draws parameters and input in one call."""
         dtype = jnp.dtype(config.dtype)
 
@@ -168,7 +172,10 @@ class Layer:
                 config.d_model,
                 dtype=dtype,
                 param_dtype=dtype,
-                implementation=(("grouped_matmul", implementation),),
+                implementation=(
+                    ("grouped_matmul", implementation),
+                    ("sort_dispatch", dispatch),
+                ),
                 rngs=nnx.Rngs(key),
             )
 
@@ -209,7 +216,8 @@ class Layer:
         The parts of "fwd+bwd" are all that a forward and a backward pass do.
         """
         backward, moe = direction != "fwd", self.config.moe
-        router, state = nnx.split(self.module(self.params, self.rest).router)
+        layer = self.module(self.params, self.rest)
+        ops, (router, state) = layer.ops, nnx.split(layer.router)
 
         def route(state, x):
             routing = nnx.merge(router, state)(x)
@@ -222,20 +230,25 @@ class Layer:
 
         weights, ids = jax.jit(route)(state, self.x)
         weights, ids = (a.reshape(-1, moe.top_k) for a in (weights, ids))
-        make_plan = functools.partial(sort_dispatch, num_experts=moe.num_experts)
+        make_plan = functools.partial(
+            sort_dispatch, num_experts=moe.num_experts, implementation=ops.dispatch
+        )
         plan = jax.jit(make_plan)(ids)
         h = self.x.reshape(-1, self.config.d_model)[:, : self.config.d_expert]
-        rows = jax.jit(permute)(h, plan)
+        rows = jax.jit(ops.permute)(h, plan)
 
-        def permute_all(h, plan):
+        def permute_all(h, plan, weights):
             if not backward:
-                return permute(h, plan)
+                return ops.permute(h, plan)
             # Once for h, once again for it, once for the cotangent; sums for dh.
-            y, pull = jax.vjp(lambda h: permute(h, plan), h)
-            return y, permute(h + h, plan), permute(-h, plan), pull(y)
+            y, pull = jax.vjp(lambda h: ops.permute(h, plan), h)
+            all_rows = y, ops.permute(h + h, plan), ops.permute(-h, plan), pull(y)
+            if ops.scales_hidden(h.shape[1], moe.d_ff):
+                return all_rows
+            return *all_rows, ops.spread(h, plan, weights)
 
         def combine_all(rows, plan, weights):
-            y = combine(rows, plan, weights)
+            y = ops.combine(rows, plan, weights)
             if not backward:
                 return y
             by_row = row_weights(plan, weights)
@@ -244,7 +257,7 @@ class Layer:
         return {
             "router": measure(route_back if backward else route, (state, self.x)),
             "plan": measure(make_plan, (ids,)),
-            "permute": measure(permute_all, (h, plan)),
+            "permute": measure(permute_all, (h, plan, weights)),
             "combine": measure(combine_all, (rows, plan, weights)),
             "experts": self._experts(rows, plan.group_sizes, backward),
         }
@@ -271,9 +284,9 @@ class Layer:
         return measure(both if backward else products, (rows, w_in, w_out))
 
 
-def routed_check(config: MoEBenchConfig, implementation: str) -> str | None:
-    """What is wrong with the routed experts at a layer's sizes, `None` if nothing."""
-    sizes = Sizes(
+def routed_sizes(config: MoEBenchConfig) -> Sizes:
+    """The routed experts of a layer."""
+    return Sizes(
         tokens=config.tokens,
         slots=config.moe.top_k,
         experts=config.moe.num_experts,
@@ -284,10 +297,81 @@ def routed_check(config: MoEBenchConfig, implementation: str) -> str | None:
         use_bias=config.moe.use_bias,
         dtype=config.dtype,
     )
+
+
+def routed_check(
+    config: MoEBenchConfig, implementation: str, dispatch: str = "xla"
+) -> str | None:
+    """What is wrong with the routed experts at a layer's sizes, `None` if nothing."""
+    sizes = routed_sizes(config)
     args = sizes.arguments()
-    run = moe_rivals.with_gradients(moe_rivals.sort(sizes, implementation))
+    run = moe_rivals.with_gradients(moe_rivals.sort(sizes, implementation, dispatch))
     got = jax.jit(run)(*args)
     return moe_rivals.wrong(got, moe_rivals.expected(sizes, args))
+
+
+def kept_row(
+    config: MoEBenchConfig, name: str, implementation: str, dispatch: str = "xla"
+) -> dict[str, Any]:
+    """Bytes that a compiled step keeps of a layer; nothing is run.
+
+    Args:
+      config: the layer.
+      name: of the model.
+      implementation: of `grouped_matmul`.
+      dispatch: of `sort_dispatch`.
+
+    Returns:
+      A row. "kept_gib" is what a step over six layers of the same experts has more in
+      temporaries than one over two, for each layer; "expected_gib" the tokens, what is
+      kept of the activation and the plan, and "ratio" the first over the second.
+    """
+    sizes = routed_sizes(config)
+    h, weights, ids, *experts, _ = jax.eval_shape(sizes.arguments)
+    run = moe_rivals.sort(sizes, implementation, dispatch)
+
+    def step(h, weights, ids, *experts):
+        def loss(h, weights, experts):
+            def layer(h, own):
+                return h + run(h, *own, *experts), None
+
+            h, _ = jax.lax.scan(layer, h, (weights, ids))
+            return jnp.sum(h.astype(jnp.float32))
+
+        # Without those of the experts, h need not be kept.
+        return jax.grad(loss, argnums=(0, 1, 2))(h, weights, experts)
+
+    def temporaries(layers: int) -> int:
+        stacked = (
+            jax.ShapeDtypeStruct((layers, *a.shape), a.dtype) for a in (weights, ids)
+        )
+        memory = jax.jit(step).lower(h, *stacked, *experts).compile().memory_analysis()
+        return 0 if memory is None else memory.temp_size_in_bytes
+
+    rows = sizes.tokens * sizes.slots
+    hidden = sizes.d_ff * (2 if sizes.activation == "swiglu" else 1)
+    item = jnp.dtype(sizes.dtype).itemsize
+    expected = item * (sizes.tokens * sizes.width + rows * hidden)
+    expected += 4 * (2 * rows + sizes.experts)
+    about = {
+        "op": "moe_kept",
+        "workload": f"{name} T{config.tokens}",
+        "implementation": implementation,
+        "dispatch": dispatch,
+        "dtype": config.dtype,
+        "ms": None,
+        "expected_gib": digits(expected / 2**30),
+    }
+    try:
+        kept = (temporaries(6) - temporaries(2)) / 4
+    except NotImplementedError as error:
+        return {**about, "note": f"not available: {error}"}
+    return {
+        **about,
+        "kept_gib": digits(kept / 2**30),
+        "ratio": digits(kept / expected),
+        "note": "",
+    }
 
 
 def layer_rows(
@@ -296,8 +380,9 @@ def layer_rows(
     limits: Ceilings,
     implementations: Sequence[str],
     directions: Sequence[str],
+    dispatches: Sequence[str] = ("xla",),
 ) -> Iterator[dict[str, Any]]:
-    """Measures whole layers; one row an implementation and direction.
+    """Measures whole layers; one row an implementation, dispatch and direction.
 
     Args:
       config: the layer.
@@ -305,6 +390,7 @@ def layer_rows(
       limits: of this run; its rate is what the products alone are told at.
       implementations: of `grouped_matmul`.
       directions: of `DIRECTIONS`.
+      dispatches: implementations of `sort_dispatch`.
 
     Yields:
       Rows. `overhead_ms` is of router, plan, permute and combine; `share` is its part
@@ -312,12 +398,12 @@ def layer_rows(
       `gemm_ms` is the layer's products at the dense rate, `ratio` the layer's time over
       that.
     """
-    for implementation in implementations:
+    for implementation, dispatch in itertools.product(implementations, dispatches):
         try:
-            fault = routed_check(config, implementation)
+            fault = routed_check(config, implementation, dispatch)
         except NotImplementedError as error:
             fault = f"not available: {error}"
-        layer = None if fault else Layer.build(config, implementation)
+        layer = None if fault else Layer.build(config, implementation, dispatch)
         for direction in directions:
             found = Measured(note=f"no speed: {fault}")
             parts: dict[str, Measured] = {}
@@ -327,6 +413,7 @@ def layer_rows(
                 "op": "moe_layer",
                 "workload": f"{name} T{config.tokens} {direction}",
                 "implementation": implementation,
+                "dispatch": dispatch,
                 "dtype": config.dtype,
                 **found.fields,
                 **_accounts(config, found, parts, limits, direction),
@@ -400,10 +487,18 @@ def _parser() -> argparse.ArgumentParser:
         default="mosaic,xla" if on_gpu else "xla",
         help="of grouped_matmul, separated by commas",
     )
+    parser.add_argument(
+        "--dispatch",
+        default="xla",
+        help="of sort_dispatch, separated by commas; of parts layer and kept",
+    )
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--commit", help="of the code, where git cannot say")
     parser.add_argument(
         "--json", type=pathlib.Path, required=True, help="where the rows go"
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="behind the rows that are there"
     )
     return parser
 
@@ -423,8 +518,13 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     parts = _listed(options.parts, PARTS, "--parts")
     directions = _listed(options.directions, DIRECTIONS, "--directions")
     implementations = _listed(
-        options.implementations, ("mosaic", "xla", "reference"), "--implementations"
+        options.implementations, _IMPLEMENTATIONS, "--implementations"
     )
+    dispatches = _listed(options.dispatch, _IMPLEMENTATIONS, "--dispatch")
+    configs = {
+        path.stem: load_config("MoEBenchConfig", [path])
+        for path in options.gin_file or preset_files()
+    }
     if "dispatch" in parts:
         for experts in options.experts.split(","):
             sizes = Sizes(
@@ -437,12 +537,15 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 dtype=options.dtype,
             )
             yield from dispatch_rows(sizes, implementations, directions)
+    if "kept" in parts:
+        for name, config in configs.items():
+            for pair in itertools.product(implementations, dispatches):
+                yield kept_row(config, name, *pair)
     if "layer" in parts:
         limits = ceilings()
-        for path in options.gin_file or preset_files():
-            config = load_config("MoEBenchConfig", [path])
+        for name, config in configs.items():
             yield from layer_rows(
-                config, path.stem, limits, implementations, directions
+                config, name, limits, implementations, directions, dispatches
             )
 
 
@@ -450,6 +553,8 @@ def main(argv: list[str]) -> int:
     """The command line; exit status 1 if a result was wrong."""
     options = _parser().parse_args(argv)
     about, rows = stamp(options.commit), []
+    if options.append and options.json.is_file():
+        rows = json.loads(options.json.read_text())["rows"]
     for row in _rows(options):
         print(row, flush=True)
         rows.append({**row, **about})

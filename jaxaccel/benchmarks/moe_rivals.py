@@ -183,17 +183,18 @@ def one_hot(sizes: Sizes, capacity: int) -> Rival:
     return run
 
 
-def sort(sizes: Sizes, implementation: Any) -> Rival:
-    """See the module; `implementation` is that of `grouped_matmul`."""
+def sort(sizes: Sizes, implementation: Any, dispatch: Any = None) -> Rival:
+    """See the module; implementations of `grouped_matmul` and `sort_dispatch`."""
     ops = ExpertOps(
         activation=sizes.activation,
         dtype=jnp.dtype(sizes.dtype),
         swiglu_limit=sizes.swiglu_limit,
         matmul=implementation,
+        dispatch=dispatch,
     )
 
     def run(h, weights, ids, *experts):
-        plan = sort_dispatch(ids, sizes.experts)
+        plan = sort_dispatch(ids, sizes.experts, implementation=dispatch)
         return routed_experts(ops, h, weights, plan, ExpertWeights(*experts))
 
     return run

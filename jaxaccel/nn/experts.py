@@ -131,6 +131,12 @@ class ExpertOps:
             implementation=self.matmul,
         )
 
+    def scales_hidden(self, width: int, d_ff: int) -> bool:
+        """Which operand of dw_out carries the weight: the hidden one, or dy's rows."""
+        # s a comes with the gradient of a gated activation, whose a is not kept; else
+        # it is the narrower one.
+        return self.activation != "relu2" or width > d_ff
+
     @property
     def _thin(self) -> Any:
         # There is no kernel for matrices of one row: naming it means the large ones.
@@ -217,9 +223,7 @@ def _backward(ops: ExpertOps, saved, dc):
     scale = row_weights(plan, weights)  # [M]
     do = ops.permute(dc, plan)  # [M, D], without the weights
     scaled_do = ops.spread(dc, plan, weights)  # from dc, which is far shorter than do
-    # One of dw_out's operands carries the weight: s a comes with the gradient of a
-    # gated activation, whose a is not kept; else it is the narrower one.
-    scales_a = ops.activation != "relu2" or h.shape[1] > w_out.shape[1]
+    scales_a = ops.scales_hidden(h.shape[1], w_out.shape[1])
     between = activation_gradient(
         do,
         w_out.astype(ops.dtype),

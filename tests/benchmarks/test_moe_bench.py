@@ -40,7 +40,8 @@ MoEConfig:
 def one_run(monkeypatch):
     """One call instead of many; it is not the time that is tested."""
 
-    def once(fn, args):
+    def once(fn, args, cold=True):
+        assert not cold
         jax.block_until_ready(fn(*args))
         return [timing.Timing(ms=2.0, timer="host", cache="warm")]
 
@@ -59,7 +60,7 @@ def test_every_preset_is_a_layer():
 
 
 def test_rows_of_a_layer(tmp_path, monkeypatch):
-    monkeypatch.setattr(moe, "routed_check", lambda config, name: None)
+    monkeypatch.setattr(moe, "routed_check", lambda *names: None)
     preset, path = tmp_path / "small.gin", tmp_path / "rows.json"
     preset.write_text(PRESET)
     options = [f"--gin_file={preset}", f"--json={path}", "--implementations=reference"]
@@ -126,13 +127,36 @@ def test_the_check_of_a_layer_has_its_biases_and_limit(monkeypatch):
     assert moe.routed_check(config, "reference") is None
     assert [len(a) for a in results[0]] == [len(moe_rivals.RESULTS)] * 2
 
-    def without_limit(sizes, name):
-        return sort(dataclasses.replace(sizes, swiglu_limit=None), name)
+    def without_limit(sizes, *names):
+        return sort(dataclasses.replace(sizes, swiglu_limit=None), *names)
 
     monkeypatch.setattr(moe_rivals, "sort", without_limit)
     monkeypatch.setattr(moe_rivals, "expected", lambda *a: results[0][1])
     monkeypatch.setattr(moe_rivals, "with_gradients", moe_rivals.only_forward)
     assert moe.routed_check(config, "reference").startswith("y: relative error")
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_a_step_keeps_tokens_hidden_rows_weights_and_plan(activation):
+    mixture = MoEConfig(num_experts=4, top_k=2, d_ff=32, activation=activation)
+    config = MoEBenchConfig(moe=mixture, d_model=16, tokens=64, dtype="float32")
+    row = moe.kept_row(config, "small", "xla")
+    hidden = 32 if activation == "relu2" else 64
+    bytes_ = 4 * (64 * 16 + 128 * hidden + 2 * 128 + 4)
+    assert row["expected_gib"] == pytest.approx(bytes_ / 2**30, rel=1e-3)
+    assert 0.99 < row["ratio"] < 1.05
+
+
+def test_rows_are_added_to_those_of_a_file(tmp_path, monkeypatch):
+    found = iter([{"note": "first"}, {"note": "second"}, {"note": "third"}])
+    monkeypatch.setattr(moe, "_rows", lambda options: [next(found)])
+    path = tmp_path / "rows.json"
+    for options in ([], ["--append"], []):
+        assert benchmarks.main(["moe", f"--json={path}", *options]) == 0
+        notes = [row["note"] for row in json.loads(path.read_text())["rows"]]
+        if options:
+            assert notes == ["first", "second"]
+    assert notes == ["third"]
 
 
 def test_what_cannot_run_is_a_row():

@@ -1,5 +1,6 @@
 """The committed mixtures have the sizes of the models that they are named after."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -50,6 +51,24 @@ def test_experiments_survive_being_written(name, tmp_path):
     path.write_text(experiment_text(experiment))
     assert load_experiment([path]) == experiment
     assert experiment.model.moe.d_latent > 0
+
+
+@pytest.mark.parametrize("form", ["ablation", "ablation_tiny"])
+def test_both_mixtures_of_an_ablation_cost_the_same(form):
+    """Parameters of the experts and products of a token, projections with them."""
+    costs, rest = [], []
+    for name in ("standard", "latent"):
+        experiment = load_experiment([FOLDER / f"{form}_{name}.gin"])
+        model = experiment.model
+        layer = MoEBenchConfig(moe=model.moe, d_model=model.d_model, tokens=1)
+        products = layer.routed_flops + 4 * model.moe.d_latent * model.d_model
+        costs.append((layer.routed_weights, products))
+        same = dataclasses.replace(model.moe, num_experts=1, top_k=1, d_latent=0)
+        rest.append(
+            dataclasses.replace(experiment, model=dataclasses.replace(model, moe=same))
+        )
+    assert costs[0] == costs[1]
+    assert rest[0] == rest[1]
 
 
 def test_sizes_are_checked():
