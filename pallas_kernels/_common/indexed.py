@@ -72,6 +72,7 @@ def take(
     width: int | None = None,
     *,
     cached: bool = True,
+    where: jax.Array | None = None,
 ) -> Any:
     """Reads one piece at each index.
 
@@ -82,25 +83,35 @@ def take(
         their size; `None` reads single values.
       cached: whether reads may go through the cache for what no kernel writes; not for
         the host's memory.
+      where: bool[n], which pieces are read, `None` for all; 0 stands for the others.
 
     Returns:
       [n, V] in `layout(V)`, or [n].
     """
     if interpret.is_interpreting():
-        return _take_interpreted(ref, indices, width)
+        return _take_interpreted(ref, indices, width, where)
     (pieces,) = indices[0].shape
     shape = (pieces,) if width is None else (pieces, width)
     kind = index_layout() if width is None else layout(width)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(index_layout() for _ in indices)),
+        arg_types=(
+            plgpu.RefType(),
+            *(
+                index_layout()
+                for _ in (indices if where is None else (where, *indices))
+            ),
+        ),
         return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=kind),
     )
     def read(_, memory, *arrays):
         length = 1 if width is None else width
         kept = ir.MemRefType(memory.type).element_type
+        flags = [] if where is None else [_scalar(f) for f in arrays[0].registers.flat]
+        places = _indices(arrays if where is None else arrays[1:])
         registers = [
-            _load(memory, index, length, kept, cached) for index in _indices(arrays)
+            _load(memory, index, length, kept, cached, *flags[i : i + 1])
+            for i, index in enumerate(places)
         ]
         found = kind.to_mgpu()
         return mgpu.FragmentedArray(
@@ -111,7 +122,7 @@ def take(
             _is_signed=_signed(ref.dtype),
         )
 
-    return read(ref, *indices)
+    return read(ref, *indices) if where is None else read(ref, where, *indices)
 
 
 def put(
@@ -240,19 +251,39 @@ def _address(memory: Any, index: tuple[Any, ...], kept: Any) -> Any:
 
 
 def _load(
-    memory: Any, index: tuple[Any, ...], length: int, kept: Any, cached: bool
+    memory: Any,
+    index: tuple[Any, ...],
+    length: int,
+    kept: Any,
+    cached: bool,
+    flag: Any = None,
 ) -> Any:
     moved = kept
     if isinstance(kept, ir.FloatType) and ir.FloatType(kept).width == 8:
         moved = ir.IntegerType.get_signless(8)  # LLVM has no such floats
     kind = ir.VectorType.get((length,), moved)
-    value = llvm.load(kind, _address(memory, index, moved), invariant=cached)
+
+    def load():
+        return llvm.load(kind, _address(memory, index, moved), invariant=cached)
+
+    if flag is None:
+        value = load()
+    else:
+        branch = scf.IfOp(flag, [kind], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([load()])
+        with ir.InsertionPoint(branch.else_block):
+            zero = arith.constant(moved, 0.0 if isinstance(moved, ir.FloatType) else 0)
+            scf.yield_([vector.broadcast(kind, zero)])
+        value = branch.results[0]
     if moved != kept:
         value = vector.bitcast(ir.VectorType.get((length,), kept), value)
     return value
 
 
-def _take_interpreted(ref: Any, indices: Any, width: int | None) -> jax.Array:
+def _take_interpreted(
+    ref: Any, indices: Any, width: int | None, where: jax.Array | None
+) -> jax.Array:
     whole = ref[...].reshape(-1)
     start = _flat(ref.shape, indices)
     if width is not None:
@@ -260,9 +291,13 @@ def _take_interpreted(ref: Any, indices: Any, width: int | None) -> jax.Array:
     # Outside of the array lies what no test takes for right; NaN may be.
     is_float = jnp.issubdtype(ref.dtype, jnp.floating)
     least = float(jnp.finfo(ref.dtype).min) if is_float else jnp.iinfo(ref.dtype).min
-    return whole.at[start].get(
+    values = whole.at[start].get(
         mode="fill", fill_value=least, wrap_negative_indices=False
     )
+    if where is None:
+        return values
+    where = where if width is None else where[:, None]
+    return jnp.where(where, values, jnp.zeros((), values.dtype))
 
 
 def _flat(shape: tuple[int, ...], indices: Any) -> jax.Array:

@@ -34,22 +34,20 @@ def _host_gather_kernel(
 
     def read(lookup):
         row = ids_ref[lookup]
-        is_row = (row >= 0) & (row < num_rows)
-        place = jnp.where(is_row, row, 0)
-        return is_row, plgpu.load(table_ref.at[place], layout=layout)
-
-    def write(lookup, row):
-        out_ref.at[lookup][...] = row
+        # What is no row is not read: another in its stead would cross the link, too.
+        return lax.cond(
+            (row >= 0) & (row < num_rows),
+            lambda: plgpu.load(table_ref.at[row], layout=layout),
+            lambda: zeros,
+        )
 
     def step(i, carry):
         first = (block + i * blocks) * config.rows
         lookups = [first + r for r in range(config.rows)]
         # All loads are issued before the first one is needed.
         loaded = [read(lookup) for lookup in lookups]
-        for lookup, (is_row, row) in zip(lookups, loaded, strict=True):
-            # One branch for all of a row: values of 8 bits have no select.
-            pl.when(is_row)(functools.partial(write, lookup, row))
-            pl.when(~is_row)(functools.partial(write, lookup, zeros))
+        for lookup, row in zip(lookups, loaded, strict=True):
+            out_ref.at[lookup][...] = row
         return carry
 
     count = lax.div(groups - 1 - block + blocks, jnp.int32(blocks))
@@ -71,10 +69,9 @@ def _host_gather_short_kernel(
         group = block + i * blocks
         ids = indexed.take(ids_ref, (group * config.rows + lookup,))
         is_row = (ids >= 0) & (ids < num_rows)
-        place = jnp.where(is_row, ids, 0)
-        values = indexed.take(table_ref, (place, column), width, cached=False)
-        zero = jnp.zeros((), values.dtype)
-        values = jnp.where(indexed.spread(is_row, width), values, zero)
+        values = indexed.take(
+            table_ref, (ids, column), width, cached=False, where=is_row
+        )
         out_ref.at[pl.ds(group * pieces, pieces)][...] = values
         return carry
 

@@ -90,6 +90,19 @@ def test_lowers_for_the_card_with_the_table_on_the_host(spec):
     assert "pk_host_gather" in text
 
 
+@pytest.mark.parametrize("dim", [128, 80])
+def test_what_is_no_row_is_not_read(dim):
+    """Ids are read as they stand, and the interpreter refuses what is outside."""
+    spec = specs.Spec(
+        name="none", tag="ci", num_rows=4, dim=dim, lookups=(9,), dtype="bfloat16"
+    )
+    table = jnp.asarray(spec.table())
+    ids = jnp.array([-1, 3, 4, -(2**31), 2**31 - 1, 0, -1, 2, -2], jnp.int32)
+    with interpreted():
+        got = result(table, ids, "mosaic")
+    np.testing.assert_array_equal(np.asarray(got), expected(spec.table(), ids))
+
+
 def test_rows_on_their_way_fill_the_registers_at_most():
     for dim in (128, 512, 1024, 4096, 8192):
         picked = config.heuristic(dim, "int16")
