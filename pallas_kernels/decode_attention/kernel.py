@@ -8,8 +8,9 @@ unequal length share the blocks equally, and an empty one costs a read of its le
 
 One warpgroup runs ahead through all items of its block and feeds rings of tiles of keys
 and values with TMA; the others take an item's tiles by turns, each with the online
-softmax of `attention`, and write o and the logarithm of the sums of what they had. XLA
-joins these parts in their order: a row's sums have one order, whatever the batch is.
+softmax of `attention`, and write o and the logarithm of the sums of what they had. A
+second kernel joins these parts, 64 at a time. How, depends on a row's own tokens alone:
+its sums have one order, whatever the batch is.
 
 A tile that ends behind the row's last token, or holds pages that are none, may have
 anything in its values there. Multiplied by 0 that could be NaN: it is cleared first.
@@ -502,8 +503,8 @@ def _parts(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
         are pages, first i32[1] if there are layers.
 
     Returns:
-      o f32[rows * parts, K] and the base 2 logarithm of the sums, f32[rows * parts,
-      STATS]; what no item has is not written.
+      o f32[rows * parts + 64, K] and the base 2 logarithm of the sums, f32[rows *
+      parts + 64, STATS]; what no item has is not written.
     """
     config, dim = plan.config, plan.sizes.head_dim
     count = config.warpgroups
@@ -516,7 +517,7 @@ def _parts(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
         "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=rings),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=rings),
     }
-    rows = plan.total_rows * plan.parts
+    rows = plan.total_rows * plan.parts + ROWS  # they are read 64 at a time
     return flash.launch(
         functools.partial(_decode_attention_kernel, plan=plan),
         "pk_decode_attention",
@@ -533,50 +534,93 @@ def _parts(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
     )
 
 
+def _join_kernel(refs, *, plan: Plan, width: int) -> None:
+    sizes, config = plan.sizes, plan.config
+    query, column = tc.split_index(lax.axis_index("block"), sizes.head_dim // width)
+    pair, inside = tc.split_index(query, plan.rows)
+    row, kv_head = tc.split_index(pair, sizes.kv_heads)
+    token, head = tc.split_index(inside, sizes.group)
+    stop = refs["lengths"][row]
+    unit = jnp.int32(config.unit)
+    first = lax.div(_least(plan, stop), unit) * config.warpgroups
+    end = _up(stop, config.unit) * config.warpgroups
+    wide = (ROWS, width)
+    place = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=tc.PER_ROW)
+
+    def step(i, carry):
+        acc, m, l = carry
+        part = first + i * ROWS
+        rows = pl.ds(query * plan.parts + part, ROWS)
+        o = tc.load_global(refs["o"].at[rows, pl.ds(column * width, width)])
+        log_total = jnp.max(tc.load_global(refs["lse"].at[rows]), axis=1)
+        # -inf of an empty part, and anything behind the last one.
+        log_total = jnp.where(place + part < end, log_total, -jnp.inf)
+        largest = jnp.maximum(m, log_total)
+        factor, weight = jnp.exp2(m - largest), jnp.exp2(log_total - largest)
+        share = tc.per_row(weight, wide)
+        acc = acc * tc.per_row(factor, wide) + jnp.where(share > 0.0, share * o, 0.0)
+        return acc, largest, l * factor + weight
+
+    acc = tc.full(wide, 0.0, tc.MATRIX)
+    m, l = (tc.full((ROWS,), x, tc.PER_ROW) for x in (flash.LOWEST, 0.0))
+    acc, m, l = lax.fori_loop(0, _up(end - first, ROWS), step, (acc, m, l))
+    # What stands in one row of the matrices came from every 64th part.
+    sink = jnp.float32(-jnp.inf)
+    if "sinks" in refs:
+        sink = refs["sinks"][kv_head * sizes.group + head] * flash.LOG2_E
+    largest = jnp.maximum(jnp.max(m), sink)
+    factor = jnp.exp2(m - largest)
+    total = jnp.sum(l * factor) + jnp.exp2(sink - largest)
+    nothing = total == 0.0
+    inverse = lax.select(nothing, jnp.float32(0), 1.0 / total)
+    o = jnp.sum(acc * tc.per_row(factor * inverse, wide), axis=0)
+    o = tc.per_column(o, wide).astype(refs["joined"].dtype)
+    into = ((row * sizes.time + token) * sizes.kv_heads + kv_head) * sizes.group + head
+    one = {"stride": 1, "low": jnp.int32(0), "count": jnp.int32(1)}
+    put_rows(refs["joined"], o, start=into * (sizes.head_dim // width) + column, **one)
+    log_total = lax.select(
+        nothing, jnp.float32(-jnp.inf), largest * (1 / flash.LOG2_E) + jnp.log(total)
+    )
+    put_rows(
+        refs["log"], tc.full((ROWS, STATS), log_total, tc.MATRIX), start=into, **one
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _join(
-    plan: Plan,
-    o: jax.Array,
-    lse: jax.Array,
-    lengths: jax.Array,
-    sinks: jax.Array | None,
+    plan: Plan, out_dtype: Any, inputs: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums the parts of each query, in their order.
+    """Sums the parts of each query, in an order that their number alone decides.
 
     Args:
       plan: of the launch.
-      o: f32[rows * parts, K].
-      lse: f32[rows * parts, STATS].
-      lengths: i32[B].
-      sinks: f32[H] or `None`.
+      out_dtype: of o.
+      inputs: o and lse of `_parts`, lengths i32[B], sinks f32[H] if there are.
 
     Returns:
-      f32[B, G, T, H / G, K], and f32[B, G, T, H / G] in base e.
+      o [B T H, K] and the natural logarithm of the sums, f32[B T H, STATS].
     """
-    sizes, config = plan.sizes, plan.config
-    shape = (sizes.batch, sizes.kv_heads, sizes.time, sizes.group, plan.parts)
-    o = o.reshape(*shape, sizes.head_dim)
-    lse = lse.reshape(*shape, STATS)[..., 0]
-    unit = (jnp.arange(plan.parts, dtype=jnp.int32) // config.warpgroups)[None, :]
-    first = _least(plan, lengths) // config.unit
-    first = jnp.broadcast_to(first, lengths.shape)[:, None]
-    written = (unit >= first) & (unit * config.unit < lengths[:, None])  # [B, parts]
-    lse = jnp.where(written[:, None, None, None], lse, -jnp.inf)
-    largest = jnp.max(lse, axis=-1, keepdims=True)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32) * flash.LOG2_E
-        sinks = sinks.reshape(1, sizes.kv_heads, 1, sizes.group, 1)
-        largest = jnp.maximum(largest, sinks)
-    base = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weight = jnp.exp2(lse - base)
-    total = jnp.sum(weight, axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp2(sinks - base)
-    weight = weight / jnp.where(total == 0.0, 1.0, total)
-    weight = weight[..., None]
-    # Parts that were not written may be NaN.
-    o = jnp.sum(jnp.where(weight > 0.0, weight * o, 0.0), axis=-2)
-    lse = base + jnp.log2(total)  # -inf where nothing is seen
-    return o, lse[..., 0] / flash.LOG2_E
+    # Sums of 64 parts of more columns would not fit the registers.
+    width = min(plan.sizes.head_dim, 128)
+    pieces = plan.sizes.head_dim // width
+    count = plan.total_rows
+    names = (*inputs, "joined", "log")
+
+    def body(*refs):
+        _join_kernel(dict(zip(names, refs, strict=True)), plan=plan, width=width)
+
+    o, lse = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((count * pieces, width), out_dtype),
+            jax.ShapeDtypeStruct((count, STATS), jnp.float32),
+        ),
+        grid=(count * pieces,),
+        grid_names=("block",),
+        kernel_name="pk_decode_attention_join",
+        compiler_params=tc.params(),
+    )(*inputs.values())
+    return o.reshape(count, -1), lse
 
 
 def decode_attention(
@@ -627,6 +671,8 @@ def decode_attention(
         table = table.astype(jnp.int32) + first * sizes.pages
         inputs["table"] = jnp.where(is_page, table, -1)
     o, lse = _parts(plan, inputs)
-    o, lse = _join(plan, o, lse, lengths, sinks)
-    o = jnp.swapaxes(o, 1, 2).reshape(q.shape).astype(out_dtype)
-    return o, jnp.swapaxes(lse, 1, 2).reshape(q.shape[:3])
+    parts = {"o": o, "lse": lse, "lengths": lengths}
+    if sinks is not None:
+        parts["sinks"] = sinks.astype(jnp.float32)
+    o, lse = _join(plan, jnp.dtype(out_dtype), parts)
+    return o.reshape(q.shape), lse[:, 0].reshape(q.shape[:3])

@@ -202,6 +202,7 @@ SPECS = (
         )
         for page, heads_first in ((16, False), (64, True), (256, False))
     ),
+    Spec(tag="model", batch=2, length=16384, lengths=(9001, 16384), **_LLAMA),
     Spec(
         name="mha",
         tag="model",
