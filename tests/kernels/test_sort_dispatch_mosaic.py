@@ -18,6 +18,7 @@ from pallas_kernels.sort_dispatch import (
     sort_dispatch,
     specs,
     top_experts,
+    tune,
 )
 
 
@@ -79,24 +80,24 @@ def test_every_way_of_a_row_equals_the_reference(name, part):
 
 
 @pytest.mark.parametrize("settings", [(1, 2, 1), (2, 1, 3)])
-def test_pieces_of_a_thread_and_slots_in_flight_change_no_bit(settings, monkeypatch):
+def test_pieces_of_a_thread_and_slots_in_flight_change_no_bit(settings):
     spec = specs.Spec(name="", tag="ci", tokens=13, slots=4, experts=6, dim=24)
-    tried = config.Config(
-        **dict(zip(("copied", "summed", "unroll"), settings, strict=True))
-    )
-    args = specs._planned("x", "rows", "weights")(spec, jax.random.key(1))
-
-    def run(token, row, sizes, x, rows, weights):
-        plan = api.DispatchPlan(token=token, row=row, group_sizes=sizes)
-        mosaic = specs.module_of("mosaic")
-        return mosaic.permute(x, plan), mosaic.combine(rows, plan, weights)
-
+    names = ("copied", "summed", "unroll")
+    tried = config.Config(**dict(zip(names, settings, strict=True)))
+    (found,) = tune.sweeps(spec)
+    args = jit(spec.arguments)(jax.random.key(1))
     with interpreted():
-        want = jit(run)(*args)
-        monkeypatch.setattr(config, "pick", lambda *_: tried)
-        got = jit(lambda *args: run(*args))(*args)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        (got,) = jit(found.make(tried))(*args)
+        (want,) = jit(specs.run(spec, specs.module_of("mosaic"), False))(*args)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert found.key == "slots=4,dim=24,dtype=bfloat16"
+
+
+def test_a_measured_table_is_read(monkeypatch):
+    table = {"slots=4,dim=24,dtype=bfloat16": {"copied": 2, "unroll": 3, "ms": 0.1}}
+    monkeypatch.setattr(config.tuning, "lookup", lambda op, key: table.get(key))
+    assert config.pick(4, 24, "bfloat16") == config.Config(copied=2, unroll=3)
+    assert config.pick(5, 24, "bfloat16") == config.Config()
 
 
 def test_a_plan_that_is_cut_off_adds_nothing_from_behind():
