@@ -20,6 +20,8 @@ _HOME = {
     "Packing": "packing",
     "PackingMetadata": "batch",
     "RecallConfig": "recall",
+    "RulerConfig": "ruler",
+    "RulerTask": "ruler",
     "StdlibSource": "sources",
     "TextFolderSource": "sources",
     "byte_bigram_baseline": "bigram",
@@ -30,6 +32,8 @@ _HOME = {
     "prepare": "pipeline",
     "recall_accuracy": "recall",
     "recall_batch": "recall",
+    "ruler_batch": "ruler",
+    "ruler_rows": "ruler",
     "token_bigram_baseline": "bigram",
     "train_bpe": "tokenizer",
 }
