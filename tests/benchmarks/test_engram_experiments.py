@@ -33,7 +33,14 @@ from jaxaccel.training.step import make_init, make_train_step
 
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "engram"
 TASK = PlantedConfig(
-    num_facts=9, num_names=3, num_answers=4, facts_per_row=3, num_symbols=3, span=2
+    num_facts=9,
+    num_apart=9,
+    num_names=3,
+    num_answers=4,
+    facts_per_row=3,
+    apart_per_row=2,
+    num_symbols=3,
+    span=2,
 )
 FILES = sorted(
     path
@@ -87,29 +94,36 @@ def test_facts_are_the_same_everywhere_and_spans_are_not():
     arrays = TASK.arrays()
     rows, kinds = jax.jit(TASK.rows, static_argnums=2)(arrays, jax.random.key(0), 50)
     rows, kinds = jax.tree.map(np.asarray, (rows, kinds))
-    assert rows.tokens.shape == (50, TASK.seq_len) == (50, 15)
+    assert rows.tokens.shape == (50, TASK.seq_len) == (50, 25)
     assert rows.tokens.max() < TASK.vocab_size
-    known = {(a, b): c for a, b, c in np.asarray(arrays["facts"]).tolist()}
-    assert len(known) == 9
+    known = {
+        kind: {(a, b): c for a, b, c in np.asarray(arrays[kind]).tolist()}
+        for kind in ("fact", "apart")
+    }
+    assert len(known["fact"]) == len(known["apart"]) == 9
     spans = set()
     for tokens, targets, mask, kind in zip(
         rows.tokens, rows.targets, rows.loss_mask, kinds, strict=True
     ):
         for a, b, c in tokens[3:12].reshape(-1, 3).tolist():
-            assert known[a, b] == c
-        assert tokens[1:3].tolist() == tokens[13:].tolist()
+            assert known["fact"][a, b] == c
+        for a, x, y, b, c in tokens[12:22].reshape(-1, 5).tolist():
+            assert known["apart"][a, b] == c
+            assert 16 <= min(x, y) <= max(x, y) < 19
+        assert tokens[1:3].tolist() == tokens[23:].tolist()
         spans.add(tuple(tokens[1:3].tolist()))
         np.testing.assert_array_equal(targets[:-1], tokens[1:])
         np.testing.assert_array_equal(mask, kind >= 0)
         # An answer comes next, or a symbol of the copy.
-        assert all(6 <= x < 10 for x in targets[kind == 0])
-        assert targets[kind == 1].tolist() == tokens[13:].tolist()
+        assert all(12 <= x < 16 for x in targets[(kind == 0) | (kind == 1)])
+        assert [np.sum(kind == i) for i in range(3)] == [3, 2, 2]
+        assert targets[kind == 2].tolist() == tokens[23:].tolist()
     assert len(spans) == 9
 
 
 def test_frequent_facts_come_first():
     task = dataclasses.replace(TASK, exponent=2.0)
-    reached = np.asarray(task.arrays()["reached"])
+    reached = np.asarray(task.arrays()["fact_reached"])
     share = np.diff(reached, prepend=0)
     np.testing.assert_allclose(share[0] / share[2], 9, rtol=1e-5)
     assert reached[-1] == pytest.approx(1)
