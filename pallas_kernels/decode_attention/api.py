@@ -94,7 +94,8 @@ def decode_attention(
       k: [B, S, G, K]; query head h reads kv head h // (H / G). With `table`, a pool of
         pages [P, page, G, K].
       v: like k.
-      lengths: i32[B], tokens n that each row holds, the new ones included, 0 to S.
+      lengths: i32[B], tokens n that each row holds, the new ones included; less than
+        0 is 0, and more than S is S.
       table: i32[B, N], the page of a row's tokens n page, ..., (n + 1) page - 1; S is
         N page then. A page outside the pool, such as -1, holds no token.
       layer: i32[], if k and v have a leading axis of layers, the one that is meant.
@@ -147,7 +148,7 @@ def decode_attention(
         "scale": q.shape[3] ** -0.5 if scale is None else scale,
         "out_dtype": q.dtype if out_dtype is None else out_dtype,
     }
-    lengths = jnp.clip(lengths, 0, sizes.length).astype(jnp.int32)
+    lengths = jnp.asarray(lengths, jnp.int32)
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
         from pallas_kernels.decode_attention import kernel
@@ -155,6 +156,7 @@ def decode_attention(
         return kernel.decode_attention(
             q, k, v, lengths, **options, config=choice.config
         )
+    lengths = jnp.clip(lengths, 0, sizes.length)
     run = reference if choice.implementation == "reference" else xla
     return run.decode_attention(q, k, v, lengths, **options)
 

@@ -140,6 +140,11 @@ def _up(x: jax.Array, by: int) -> jax.Array:
     return lax.div(jnp.maximum(x, 0) + (by - 1), jnp.int32(by))
 
 
+def _length(plan: Plan, refs: dict[str, Any], row: jax.Array) -> jax.Array:
+    """Tokens that a row holds."""
+    return jnp.minimum(jnp.maximum(refs["lengths"][row], 0), plan.sizes.length)
+
+
 def _least(plan: Plan, length: jax.Array) -> jax.Array:
     """First token that any query of a row sees."""
     if plan.window is None:
@@ -155,7 +160,7 @@ def _items(plan: Plan, refs: dict[str, Any], body: Callable[..., Any], carry: An
 
     def row(b, state):
         before, carry = state  # items of the rows before, modulo blocks
-        stop = refs["lengths"][b]
+        stop = _length(plan, refs, b)
         low = _least(plan, stop)
         first_unit = lax.div(low, jnp.int32(config.unit))
         units = jnp.maximum(_up(stop, config.unit) - first_unit, 0)
@@ -540,7 +545,7 @@ def _join_kernel(refs, *, plan: Plan, width: int) -> None:
     pair, inside = tc.split_index(query, plan.rows)
     row, kv_head = tc.split_index(pair, sizes.kv_heads)
     token, head = tc.split_index(inside, sizes.group)
-    stop = refs["lengths"][row]
+    stop = _length(plan, refs, row)
     unit = jnp.int32(config.unit)
     first = lax.div(_least(plan, stop), unit) * config.warpgroups
     end = _up(stop, config.unit) * config.warpgroups
@@ -581,9 +586,10 @@ def _join_kernel(refs, *, plan: Plan, width: int) -> None:
     log_total = lax.select(
         nothing, jnp.float32(-jnp.inf), largest * (1 / flash.LOG2_E) + jnp.log(total)
     )
-    put_rows(
-        refs["log"], tc.full((ROWS, STATS), log_total, tc.MATRIX), start=into, **one
-    )
+
+    @pl.when(column == 0)
+    def _():
+        refs["log"][into] = log_total
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -598,7 +604,7 @@ def _join(
       inputs: o and lse of `_parts`, lengths i32[B], sinks f32[H] if there are.
 
     Returns:
-      o [B T H, K] and the natural logarithm of the sums, f32[B T H, STATS].
+      o [B T H, K] and the natural logarithm of the sums, f32[B T H].
     """
     # Sums of 64 parts of more columns would not fit the registers.
     width = min(plan.sizes.head_dim, 128)
@@ -613,7 +619,7 @@ def _join(
         body,
         out_type=(
             jax.ShapeDtypeStruct((count * pieces, width), out_dtype),
-            jax.ShapeDtypeStruct((count, STATS), jnp.float32),
+            jax.ShapeDtypeStruct((count,), jnp.float32),
         ),
         grid=(count * pieces,),
         grid_names=("block",),
@@ -675,4 +681,4 @@ def decode_attention(
     if sinks is not None:
         parts["sinks"] = sinks.astype(jnp.float32)
     o, lse = _join(plan, jnp.dtype(out_dtype), parts)
-    return o.reshape(q.shape), lse[:, 0].reshape(q.shape[:3])
+    return o.reshape(q.shape), lse.reshape(q.shape[:3])
