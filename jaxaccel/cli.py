@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from jaxaccel.cache.plan import CachePlanConfig
     from jaxaccel.config.gin_utils import LoadedExperiment
     from jaxaccel.config.registry import SampleConfig
     from jaxaccel.models.config import DecoderConfig
@@ -168,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument(
         "--stream", action="store_true", help="print while tokens are drawn"
+    )
+    _add_gin_options(generate)
+    generate.description += (
+        " What its attention layers keep may be set by gin: a file's SampleConfig.cache"
+        ", such as that of experiments/kv_cache/shadowkv.gin, or without a file "
+        "bindings of CachePlanConfig."
     )
 
     describe = add("describe", _describe, "Say what a model consists of and costs.")
@@ -351,6 +358,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--stream prints one prompt, {len(prompts)} are given")
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens={arguments.max_new_tokens} is less than 1")
+    cache = _cache_plan(arguments)
 
     from jaxaccel.decoding.generate import generate_text
     from jaxaccel.training.checkpoint import load_checkpoint_model
@@ -370,6 +378,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         sampling=sampling,
         seed=arguments.seed,
         stream=show if arguments.stream else None,
+        cache=cache,
     )
     if arguments.stream:
         print()
@@ -379,6 +388,30 @@ def _generate(arguments: argparse.Namespace) -> int:
             print(f"--- {index + 1}")
         print(prompt + text)
     return 0
+
+
+def _cache_plan(arguments: argparse.Namespace) -> CachePlanConfig | None:
+    """The caches that gin options ask for, `None` if there are no such options."""
+    given = _given_gin_options(arguments)
+    if not given:
+        return None
+    if not arguments.gin_file:
+        from jaxaccel.config.gin_utils import load_config
+
+        return load_config(
+            "CachePlanConfig",
+            (),
+            arguments.gin_bindings,
+            assignments=arguments.gin_assignment,
+            search_paths=arguments.gin_search_paths,
+        )
+    sample = _read_experiment(arguments).experiment.sample
+    if sample is None or sample.cache is None:
+        raise ValueError(
+            f"generate takes the cache alone from {', '.join(given)}, and no "
+            "SampleConfig.cache is set there"
+        )
+    return sample.cache
 
 
 def _check_text(option: str, text: str) -> None:

@@ -164,6 +164,26 @@ def test_generate_continues_prompts(capsys, checkpoint):
     assert capsys.readouterr().out == whole
 
 
+def test_generate_keeps_what_a_plan_says(capsys, checkpoint, gin_file):
+    argv = ["generate", f"--checkpoint={checkpoint}", "--max_new_tokens=4", "--seed=3"]
+    argv += ["--prompt=some text that is longer than a window"]
+    window = "StreamingCacheConfig.window"
+    short = ["@StreamingCacheConfig()", f"--gin.{window}=1"]
+    short.append("--gin.StreamingCacheConfig.num_sinks=0")
+    # Of a whole experiment the plan is taken, the rest is not heeded.
+    file = [f"--gin_file={gin_file}", "--gin.SampleConfig.cache=@CachePlanConfig()"]
+    plan = "--gin.CachePlanConfig.policy="
+    outputs = []
+    for more in ([f"{plan}@DenseCacheConfig()"], file, [plan + short[0], *short[1:]]):
+        assert cli.main([*argv, *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    message = fails(capsys, *argv, file[0])
+    assert "no SampleConfig.cache is set there" in message
+    message = fails(capsys, *argv, "--gin.CachePlanConfig.capacity=20")
+    assert "capacity=20" in message
+
+
 def test_generate_refuses_bad_input(capsys, checkpoint, tmp_path):
     command = ["generate", "--checkpoint", checkpoint]
     assert "top_p=2.0" in fails(capsys, *command, "--top_p=2")

@@ -107,6 +107,9 @@ def load_config(
     name: str,
     gin_files: Sequence[str | pathlib.Path],
     bindings: Sequence[str] = (),
+    *,
+    assignments: Sequence[str] = (),
+    search_paths: Sequence[str | pathlib.Path] = (),
 ) -> Any:
     """Builds another root than `Experiment`, such as a benchmark's config.
 
@@ -114,6 +117,8 @@ def load_config(
       name: a configurable of the registry; what the files bind must be part of it.
       gin_files: as for `load_experiment`.
       bindings: likewise.
+      assignments: likewise.
+      search_paths: likewise.
 
     Returns:
       The config.
@@ -122,7 +127,7 @@ def load_config(
       ConfigError: as `load_experiment` raises.
       FileNotFoundError: a gin file does not exist.
     """
-    return _read(name, gin_files, bindings, (), ())[0]
+    return _read(name, gin_files, bindings, assignments, search_paths)[0]
 
 
 def _read(
