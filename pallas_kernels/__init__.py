@@ -16,6 +16,7 @@ Table of contents; every name is imported on first use:
 ``engram_gate``        how much of a memory each stream takes, and that much of it
 ``engram_gather``      rows of a table, in 16 bits or in 8 with scales
 ``engram_hash``        row numbers of hashed n-grams
+``gemv``               few rows times matrices, norm and SwiGLU with them
 ``host_gather``        rows of a table that stays in the host's memory
 ``landmark_scores``    how much a query group weighs each chunk's landmark
 ``segment_sum``        sums of rows with equal ids, in one order
@@ -38,6 +39,7 @@ _OPS = (
     "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
+    "gemv",
     "grouped_matmul",
     "host_gather",
     "landmark_scores",

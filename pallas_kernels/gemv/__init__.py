@@ -1,0 +1,6 @@
+"""Matrix-vector products of decoding; see README.md beside this file."""
+
+from pallas_kernels.gemv.api import MAX_ROWS, choose, gemv
+
+
+__all__ = ["MAX_ROWS", "choose", "gemv"]

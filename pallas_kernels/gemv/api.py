@@ -1,0 +1,188 @@
+"""The public function: checks, then the implementation that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels._common import hw, interpret
+from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels.gemv import config as configs
+from pallas_kernels.gemv import reference, xla
+
+
+MAX_ROWS = configs.MAX_ROWS
+
+_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernel yet"}
+
+
+def choose(
+    x: Any,
+    weights: Any,
+    *,
+    norm_scale: Any = None,
+    zero_centered: bool = False,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+    residual: Any = None,
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Choice:
+    """Says what a call of `gemv` would run.
+
+    Args:
+      x, weights, norm_scale, zero_centered, eps, swiglu, residual, out_dtype: as for
+        `gemv`; arrays or `jax.ShapeDtypeStruct`.
+      implementation: the one asked for.
+
+    Returns:
+      The choice, with a `Config` if it is "mosaic".
+
+    Raises:
+      ValueError: a shape or dtype is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
+    """
+    del zero_centered, eps
+    weights = _listed(weights)
+    _check(x, weights, norm_scale, swiglu, residual)
+    _dtypes(x, 1 if swiglu else len(weights), out_dtype)
+    sizes = {
+        "rows": x.shape[0],
+        "depth": x.shape[1],
+        "widths": tuple(w.shape[1] for w in (weights[:1] if swiglu else weights)),
+    }
+    refused, config = {}, None
+    dtypes = [x.dtype, *(w.dtype for w in weights)]
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        refused["mosaic"] = (
+            f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
+        )
+    elif reason := configs.refusal(**sizes, dtypes=dtypes):
+        refused["mosaic"] = reason
+    else:
+        config = configs.pick(**sizes, sms=hw.device().sms)
+    return select(
+        "gemv", implementation, refused, only_named=_ONLY_NAMED, config=config
+    )
+
+
+def _listed(weights: Any) -> list[Any]:
+    return list(weights) if isinstance(weights, (list, tuple)) else [weights]
+
+
+def _dtypes(x: Any, count: int, out_dtype: Any) -> list[Any]:
+    """Of each result."""
+    if not isinstance(out_dtype, (list, tuple)):
+        return [jnp.dtype(x.dtype if out_dtype is None else out_dtype)] * count
+    if len(out_dtype) != count:
+        raise ValueError(
+            f"out_dtype has {len(out_dtype)} entries, expected one for each of "
+            f"{count} results"
+        )
+    return [jnp.dtype(d) for d in out_dtype]
+
+
+def _check(
+    x: Any, weights: Sequence[Any], norm_scale: Any, swiglu: bool, residual: Any
+) -> None:
+    if len(x.shape) != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x is {x.dtype}{list(x.shape)}, expected float[M, K]")
+    rows, depth = x.shape
+    if not weights:
+        raise ValueError("weights are (), expected one or more")
+    for w in weights:
+        if len(w.shape) != 2 or w.shape[0] != depth:
+            raise ValueError(
+                f"a weight is {w.dtype}{list(w.shape)}, expected float[{depth}, N]"
+            )
+    if norm_scale is not None and norm_scale.shape != (depth,):
+        raise ValueError(
+            f"norm_scale is {norm_scale.dtype}{list(norm_scale.shape)}, expected "
+            f"float[{depth}]"
+        )
+    shapes = [tuple(w.shape) for w in weights]
+    if swiglu and (len(weights) != 2 or shapes[0] != shapes[1]):
+        raise ValueError(
+            f"swiglu with weights {shapes}, expected those of gate and up, of one shape"
+        )
+    if residual is None:
+        return
+    if len(weights) > (2 if swiglu else 1):
+        raise ValueError(
+            f"residual is given with {len(weights)} weights, expected one result"
+        )
+    if residual.shape != (rows, shapes[0][1]):
+        raise ValueError(
+            f"residual is {residual.dtype}{list(residual.shape)}, expected "
+            f"float[{rows}, {shapes[0][1]}]"
+        )
+
+
+def gemv(
+    x: jax.Array,
+    weights: jax.Array | Sequence[jax.Array],
+    *,
+    norm_scale: jax.Array | None = None,
+    zero_centered: bool = False,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+    residual: jax.Array | None = None,
+    out_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Products of few rows with matrices, with what stands around them in a layer.
+
+    h = x, or x / sqrt(mean(x^2) + eps) * norm_scale
+    y_i = h @ w_i, or silu(h @ w_0) * (h @ w_1) with `swiglu`; + residual
+
+    Sums are float32, and nothing is rounded before the result. For decoding: the
+    kernel has no gradient.
+
+    Args:
+      x: [M, K], bfloat16 or float16 for the kernel, which has M of at most `MAX_ROWS`.
+      weights: [K, N] in x's dtype, or several; those with one x are one launch.
+      norm_scale: [K] of an RMSNorm of x that comes first, float32 or x.dtype.
+      zero_centered: multiply with 1 + norm_scale.
+      eps: added to the mean square.
+      swiglu: whether the weights are the gate and the up projection of one result.
+      residual: [M, N], added to the one result.
+      out_dtype: of the results, x.dtype by default; one, or one for each result.
+      implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
+
+    Returns:
+      [M, N], or a tuple of them if `weights` is several and not `swiglu`.
+
+    Raises:
+      ValueError: a shape or dtype is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
+
+    Source: Basic Linear Algebra Subprograms, level 2 (Dongarra et al. 1988); Root Mean
+    Square Layer Normalization (arXiv 1910.07467); GLU Variants (arXiv 2002.05202).
+    """
+    options = {
+        "norm_scale": norm_scale,
+        "zero_centered": zero_centered,
+        "eps": eps,
+        "swiglu": swiglu,
+        "residual": residual,
+    }
+    choice = choose(
+        x, weights, out_dtype=out_dtype, implementation=implementation, **options
+    )
+    listed = _listed(weights)
+    results = 1 if swiglu else len(listed)
+    options["out_dtypes"] = _dtypes(x, results, out_dtype)
+    if choice.implementation == "mosaic":
+        # Imported on first use: Mosaic GPU takes a second that others need not pay.
+        from pallas_kernels.gemv import kernel
+
+        found = kernel.gemv(choice.config, x, listed, **options)
+    else:
+        module = xla if choice.implementation == "xla" else reference
+        found = module.gemv(x, listed, **options)
+    is_several = isinstance(weights, (list, tuple)) and not swiglu
+    return found if is_several else found[0]

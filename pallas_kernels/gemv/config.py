@@ -1,0 +1,108 @@
+"""How the `gemv` kernel divides its weights among blocks, and what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels._common import tuning
+from pallas_kernels._common.pieces import PIECE_BYTES, WARPGROUP
+
+
+MAX_ROWS = 4  # each has its own sums in registers
+DTYPES = ("bfloat16", "float16")
+PIECE = PIECE_BYTES // 2  # columns that a thread reads at once
+COLUMNS = (8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How to divide.
+
+    Attributes:
+      columns: of a weight that a block multiplies, at most; a weight whose N they do
+        not divide is cut into narrower strips.
+      burst: rows of a weight that a thread asks for before it waits for the first.
+    """
+
+    columns: int = 16
+    burst: int = 16
+
+    def __post_init__(self):
+        if self.columns not in COLUMNS:
+            raise ValueError(
+                f"columns={self.columns}, allowed are {', '.join(map(str, COLUMNS))}"
+            )
+        if self.burst < 1:
+            raise ValueError(f"burst={self.burst}, allowed are positive numbers")
+
+
+# What a tuning run tries.
+CANDIDATES = tuple(
+    Config(columns=columns, burst=burst) for columns in COLUMNS for burst in (8, 16, 32)
+)
+
+
+def strip(width: int, columns: int) -> int:
+    """Columns of a block of a weight with N = `width`."""
+    while width % columns:
+        columns //= 2
+    return columns
+
+
+def heuristic(*, depth: int, widths: Sequence[int], rows: int, sms: int) -> Config:
+    """The division of sizes that were not measured.
+
+    Args:
+      depth: K.
+      widths: N of each weight.
+      rows: M.
+      sms: of the card.
+
+    Returns:
+      The widest strips that leave no SM without one, for they read whole sectors of
+      memory; and as many loads in flight as registers allow.
+    """
+    columns = COLUMNS[0]
+    for wider in COLUMNS[1:]:
+        if sum(n // strip(n, wider) for n in widths) >= sms:
+            columns = wider
+    loads = columns // PIECE
+    burst = max(1, min(-(-depth // WARPGROUP), (16 if rows <= 2 else 8) // loads * 2))
+    return Config(columns=columns, burst=burst)
+
+
+def table_key(*, depth: int, widths: Sequence[int], rows: int) -> str:
+    """The key of a call in `tuned/<device>/gemv.json`."""
+    return tuning.key(depth=depth, widths="+".join(map(str, widths)), rows=rows)
+
+
+def pick(*, depth: int, widths: Sequence[int], rows: int, sms: int) -> Config:
+    """The measured division where there is one, else the heuristic's."""
+    found = tuning.lookup("gemv", table_key(depth=depth, widths=widths, rows=rows))
+    if found is not None:
+        return Config(columns=found["columns"], burst=found["burst"])
+    return heuristic(depth=depth, widths=widths, rows=rows, sms=sms)
+
+
+def refusal(
+    *, rows: int, depth: int, widths: Sequence[int], dtypes: Sequence[Any]
+) -> str | None:
+    """Why the kernel cannot run a call, `None` if it can."""
+    names = {jnp.dtype(dtype).name for dtype in dtypes}
+    if len(names) > 1 or not names <= set(DTYPES):
+        return (
+            f"x and weights are {', '.join(sorted(names))}, the kernel has one dtype "
+            f"of {', '.join(DTYPES)}"
+        )
+    if not 1 <= rows <= MAX_ROWS:
+        return f"M = {rows}, the kernel has 1 to {MAX_ROWS} rows"
+    if depth < 1:
+        return f"K = {depth}, the kernel has 1 and more"
+    for width in widths:
+        if width < PIECE or width % PIECE:
+            return f"N = {width}, the kernel has multiples of {PIECE}"
+    return None

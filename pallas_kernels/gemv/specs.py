@@ -1,0 +1,201 @@
+"""Sizes at which `gemv` is tested and measured, and its benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+
+if TYPE_CHECKING:
+    from pallas_kernels._common.bench import Case
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One use of the op.
+
+    Attributes:
+      name: where it comes from.
+      tag: "ci" (CPU), "model" (tests on the card) or "perf" (measured).
+      rows, depth, widths: M, K and N of each weight.
+      dtype: of x and the weights.
+      normed, zero_centered: whether an RMSNorm comes first, and which.
+      swiglu: whether both weights make one result.
+      adds: whether there is a residual.
+      wide: weights with float32 results, counted from the end.
+    """
+
+    name: str
+    tag: str
+    rows: int
+    depth: int
+    widths: tuple[int, ...]
+    dtype: str = "bfloat16"
+    normed: bool = False
+    zero_centered: bool = False
+    swiglu: bool = False
+    adds: bool = False
+    wide: int = 0
+
+    def arguments(self, key: jax.Array) -> tuple[Any, ...]:
+        """x, weights, norm_scale and residual; the last two may be `None`."""
+        keys = iter(jax.random.split(key, 3 + len(self.widths)))
+        draw = functools.partial(jax.random.normal, dtype=jnp.dtype(self.dtype))
+        x = draw(next(keys), (self.rows, self.depth))
+        size = self.depth**-0.5
+        weights = tuple(
+            draw(next(keys), (self.depth, n)) * jnp.asarray(size, self.dtype)
+            for n in self.widths
+        )
+        scale = residual = None
+        if self.normed:
+            scale = 0.1 * jax.random.normal(next(keys), (self.depth,))
+            scale = scale if self.zero_centered else 1.0 + scale
+        if self.adds:
+            residual = draw(next(keys), (self.rows, self.widths[0]))
+        return x, weights, scale, residual
+
+    @property
+    def out_dtypes(self) -> list[str]:
+        """Of each result."""
+        results = 1 if self.swiglu else len(self.widths)
+        return [self.dtype] * (results - self.wide) + ["float32"] * self.wide
+
+
+SPECS = (
+    # K and N that are no multiples of steps and strips.
+    Spec(
+        name="ci_layer",
+        tag="ci",
+        rows=1,
+        depth=300,
+        widths=(48, 24, 8),
+        normed=True,
+        zero_centered=True,
+        wide=1,
+    ),
+    Spec(
+        name="ci_swiglu",
+        tag="ci",
+        rows=3,
+        depth=64,
+        widths=(40, 40),
+        normed=True,
+        swiglu=True,
+        adds=True,
+        dtype="float16",
+    ),
+    Spec(name="ci_down", tag="ci", rows=4, depth=520, widths=(32,), adds=True),
+    *(
+        Spec(
+            name=f"qwen3_5_d{d}_{part}",
+            tag="perf",
+            rows=1,
+            depth=ff if part == "down" else d,
+            normed=part in ("gdn_in", "gate_up"),
+            zero_centered=True,
+            swiglu=part == "gate_up",
+            adds=part in ("out", "down"),
+            **sizes,
+        )
+        for d, heads, ff in ((1024, 8, 2816), (2048, 32, 6144))
+        for part, sizes in (
+            ("gdn_in", {"widths": (heads * 256, heads * 128, heads, heads), "wide": 2}),
+            ("out", {"widths": (d,)}),
+            ("gate_up", {"widths": (ff, ff)}),
+            ("down", {"widths": (d,)}),
+        )
+    ),
+    *(
+        Spec(
+            name=f"llama3_8b_m{rows}_{part}",
+            tag=tag,
+            rows=rows,
+            depth=14336 if part == "down" else 4096,
+            normed=part == "gate_up",
+            swiglu=part == "gate_up",
+            adds=part == "down",
+            widths=(4096,) if part == "down" else (14336, 14336),
+        )
+        for rows, tag in ((1, "perf"), (2, "model"), (4, "model"))
+        for part in ("gate_up", "down")
+    ),
+)
+
+
+def specs(tag: str) -> Iterator[Spec]:
+    """The specs with a tag."""
+    return (spec for spec in SPECS if spec.tag == tag)
+
+
+def run(spec: Spec, op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op` as a function of `spec.arguments`."""
+
+    def call(x, weights, norm_scale, residual):
+        found = op(
+            x,
+            weights,
+            norm_scale=norm_scale,
+            zero_centered=spec.zero_centered,
+            swiglu=spec.swiglu,
+            residual=residual,
+            out_dtype=spec.out_dtypes,
+        )
+        return found if isinstance(found, tuple) else (found,)
+
+    return call
+
+
+def minimal_bytes(spec: Spec) -> int:
+    """Bytes that must cross device memory: everything once."""
+    item = jnp.dtype(spec.dtype).itemsize
+    results = sum(spec.widths) // (2 if spec.swiglu else 1)
+    values = spec.depth * sum(spec.widths) + spec.rows * (spec.depth + results)
+    return item * (values + (spec.rows * results if spec.adds else 0))
+
+
+def bench_cases(tag: str) -> Iterator[Case]:
+    """What `python -m pallas_kernels.bench gemv` measures."""
+    return (_case(spec) for spec in specs(tag))
+
+
+def _case(spec: Spec) -> Case:
+    # Imported here: the tests read this file for its sizes alone.
+    from pallas_kernels._common.bench import Case
+    from pallas_kernels.gemv import api, reference
+
+    def implementation(name: Any) -> Callable[..., Any]:
+        return run(spec, functools.partial(api.gemv, implementation=name))
+
+    def exact(x, weights, *, out_dtype, **options):
+        return reference.gemv(x, weights, eps=1e-6, out_dtypes=out_dtype, **options)
+
+    def picked() -> str:
+        x, weights, scale, residual = jax.eval_shape(spec.arguments, jax.random.key(0))
+        choice = api.choose(
+            *(x, weights),
+            norm_scale=scale,
+            swiglu=spec.swiglu,
+            residual=residual,
+            out_dtype=spec.out_dtypes,
+        )
+        return str(choice.config or choice.implementation)
+
+    widths = "+".join(map(str, spec.widths))
+    return Case(
+        workload=f"{spec.name} {spec.rows}x{spec.depth}x{widths}",
+        dtype=spec.dtype,
+        arguments=jax.jit(spec.arguments),
+        implementation=implementation,
+        reference=run(spec, exact),
+        picked=picked,
+        bytes=minimal_bytes(spec),
+        flops=2 * spec.rows * spec.depth * sum(spec.widths),
+        peers={"xla": lambda: (implementation("xla"), jax.__version__)},
+        rel=5e-3,
+    )

@@ -1,0 +1,158 @@
+"""`gemv`: every form against the reference, the kernel in the interpreter."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gemv
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gemv import api, config, specs
+from pallas_kernels.gemv.config import Config
+
+
+CI = {spec.name: spec for spec in specs.specs("ci")}
+CARD = [*specs.specs("model"), *specs.specs("perf")]
+
+
+def arguments(spec):
+    return jax.jit(spec.arguments)(jax.random.key(0))
+
+
+def result(spec, args, implementation):
+    op = functools.partial(gemv, implementation=implementation)
+    return jax.jit(specs.run(spec, op))(*args)
+
+
+def expected(spec, args):
+    """In float32, from float32."""
+    exact = dataclasses.replace(spec, dtype="float32")
+    args = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+    return result(exact, args, "reference")
+
+
+def assert_equal(spec, got, want, rel):
+    assert [x.dtype for x in got] == [jnp.dtype(d) for d in spec.out_dtypes]
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape
+        assert_close(a, b, rel=rel, name=f"result {i}")
+
+
+@pytest.mark.parametrize("name", CI)
+def test_every_form_is_the_reference(name):
+    spec = CI[name]
+    args = arguments(spec)
+    want = expected(spec, args)
+    assert_equal(spec, result(spec, args, "reference"), want, 3e-3)
+    # It rounds the norm, and both factors of SwiGLU.
+    assert_equal(spec, result(spec, args, "xla"), want, 6e-3)
+    with interpreted():
+        assert_equal(spec, result(spec, args, "mosaic"), want, 3e-3)
+
+
+@pytest.mark.parametrize(
+    "change", [Config(columns=8, burst=1), Config(columns=32, burst=2)]
+)
+def test_the_division_does_not_matter(monkeypatch, change):
+    """Bursts in a loop, one that is no whole, and strips narrower than asked for."""
+    spec = dataclasses.replace(CI["ci_layer"], depth=420, widths=(64, 40))
+    spec = dataclasses.replace(spec, wide=2)
+    args = arguments(spec)
+    monkeypatch.setattr(config, "pick", lambda **_: change)
+    with interpreted():
+        got = result(spec, args, "mosaic")
+    for a, b in zip(got, expected(spec, args), strict=True):
+        # Results are not rounded: what is left is the order of the sums.
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_row_knows_nothing_of_the_others():
+    spec = dataclasses.replace(CI["ci_swiglu"], depth=136, widths=(16, 16))
+    x, *rest = arguments(spec)
+    other = x.at[1].set(jnp.nan)
+    with interpreted():
+        (got,), (alone,) = (result(spec, (v, *rest), "mosaic") for v in (other, x))
+    assert np.isnan(np.asarray(got[1], np.float32)).all()
+    np.testing.assert_array_equal(got[::2], alone[::2])
+
+
+def test_one_weight_gives_one_array():
+    x, w = jnp.ones((2, 8)), jnp.ones((8, 16))
+    assert gemv(x, w, implementation="xla").shape == (2, 16)
+    (y,) = gemv(x, (w,), implementation="xla", out_dtype=jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+    gated = gemv(x, (w, w), swiglu=True, implementation="xla")
+    np.testing.assert_allclose(gated, 64.0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", CI)
+def test_the_kernel_lowers_for_the_card(name):
+    spec = CI[name]
+    run = specs.run(spec, functools.partial(gemv, implementation="mosaic"))
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))
+    with hw.assume():
+        text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("pk_gemv") >= 1
+
+
+def test_strips_leave_no_sm_without_work():
+    pick = functools.partial(config.heuristic, rows=1, sms=132)
+    assert pick(depth=2816, widths=(1024,)).columns == 8
+    assert pick(depth=1024, widths=(2048, 1024, 8, 8)).columns == 16
+    assert pick(depth=4096, widths=(14336,)).columns == 32
+    assert config.strip(40, 32) == 8
+    # Few rows are all asked for at once, many in several bursts.
+    assert pick(depth=1024, widths=(1024,)).burst == 8
+    assert pick(depth=14336, widths=(4096,)).burst < 14336 // 128
+
+
+def test_limits_are_named():
+    x, w = jnp.ones((2, 16), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
+    for args, options, text in (
+        ((x[0], w), {}, r"x is bfloat16\[16\], expected float\[M, K\]"),
+        ((x, w[:8]), {}, r"a weight is bfloat16\[8, 8\], expected float\[16, N\]"),
+        ((x, ()), {}, r"weights are \(\)"),
+        ((x, w), {"norm_scale": jnp.ones(8)}, r"norm_scale is float32\[8\]"),
+        ((x, (w, w[:, :4])), {"swiglu": True}, "of one shape"),
+        ((x, w), {"swiglu": True}, "gate and up"),
+        ((x, (w, w)), {"residual": x}, "with 2 weights, expected one result"),
+        ((x, w), {"residual": x}, r"expected float\[2, 8\]"),
+        ((x, (w, w)), {"out_dtype": [jnp.float32]}, "expected one for each of 2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gemv(*args, **options)
+    with hw.assume():
+        for args, text in (
+            ((jnp.ones((5, 16), jnp.bfloat16), w), "M = 5, the kernel has 1 to 4"),
+            ((x, w[:, :4]), "N = 4, the kernel has multiples of 8"),
+            ((x, w.astype(jnp.float32)), "bfloat16, float32, the kernel has one"),
+        ):
+            with pytest.raises(NotImplementedError, match=text):
+                gemv(*args, implementation="mosaic")
+        assert api.choose(x, w).implementation == "xla"
+        assert api.choose(x, w, implementation="mosaic").config == Config(
+            columns=8, burst=1
+        )
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        gemv(x, w, implementation="mosaic")
+    for change, text in (({"columns": 24}, "columns=24"), ({"burst": 0}, "burst=0")):
+        with pytest.raises(ValueError, match=text):
+            Config(**change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", CARD, ids=lambda spec: spec.name)
+def test_model_shapes_on_the_card(spec):
+    args = arguments(spec)
+    op = functools.partial(gemv, implementation="mosaic")
+    call = jax.jit(specs.run(spec, op))
+    got = call(*args)
+    assert_equal(spec, got, expected(spec, args), 3e-3)
+    for _ in range(100):
+        for a, b in zip(call(*args), got, strict=True):
+            assert jnp.array_equal(a, b)
