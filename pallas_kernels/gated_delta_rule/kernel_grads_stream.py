@@ -3,8 +3,7 @@
 The same warpgroups have the same parts, and the same bytes move. What differs is when
 sums over V are complete: there after two halves, and all that follows a product, its
 factors per token and its sums over K with q or k, is done for each half. Here a product
-sums over all of V at once, so that this work, which takes more of the time than
-products do, is done once a value head.
+sums over all of V at once, so that this work is done once a value head.
 
 No two value heads fit shared memory, so each matrix has one place, which is filled
 again as soon as the last product with it is done. In the order of their use:

@@ -53,10 +53,13 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     Shapes,
 )
 from pallas_kernels.gated_delta_rule.config_mosaic import LOG2_E as LOG2_E
-
-
-TILE = 16  # rows of a warp, and the least that a product sums over
-TILES = CHUNK // TILE
+from pallas_kernels.gated_delta_rule.kernel_inverse_masked import (
+    TILE,
+    TILES,
+    as_f16,
+    quarter,
+    tile,
+)
 
 
 def decay_rows(g_ref, start_ref, last_start, index):
@@ -83,23 +86,6 @@ def decay_rows(g_ref, start_ref, last_start, index):
     return total, enter, leave, start.astype(jnp.float32)
 
 
-def _quarter(row: jax.Array, column: jax.Array, size: int) -> jax.Array:
-    """Whether elements lie in the lower left quarter of a diagonal block of 2 size.
-
-    The upper right quarter counts as well: what is put there is zero.
-    """
-    return ((row & -size) ^ size) == (column & -size)
-
-
-def _half(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float16)
-
-
-def _tile(smem: Any, row: int, column: int = 0, *, wide: int = 1) -> Any:
-    """A tile of 16 rows and `wide` tiles of 16 columns."""
-    return smem.at[pl.ds(row * TILE, TILE), pl.ds(column * TILE, wide * TILE)]
-
-
 def _own(warp: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
     """Part i in the rows of warp i, f32[C, 16]."""
     kept = parts[0]
@@ -124,19 +110,19 @@ def _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem):
     """
     parts = [lower[:, i * TILE : (i + 1) * TILE] for i in range(TILES)]
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    pairs = jnp.where(_quarter(row, column, 1), -_own(warp, parts), 0.0)
+    pairs = jnp.where(quarter(row, column, 1), -_own(warp, parts), 0.0)
     tiles = jnp.where(row == column, 1.0, pairs)
     for turn, size in enumerate((2, 4, 8)):
-        smem, halves = tiles_smem.at[turn % 2], _half(tiles)
+        smem, halves = tiles_smem.at[turn % 2], as_f16(tiles)
         smem[...] = halves
         plgpu.commit_smem()
-        diagonal = [(halves, _tile(lower_smem, i, i)) for i in range(TILES)]
-        left = _half(_own(warp, tc.mma_each(*diagonal)))
-        inverses = [(left, _tile(smem, i)) for i in range(TILES)]
+        diagonal = [(halves, tile(lower_smem, i, i)) for i in range(TILES)]
+        left = as_f16(_own(warp, tc.mma_each(*diagonal)))
+        inverses = [(left, tile(smem, i)) for i in range(TILES)]
         both = _own(warp, tc.mma_each(*inverses))
-        tiles = jnp.where(_quarter(row, column, size), -both, tiles)
+        tiles = jnp.where(quarter(row, column, size), -both, tiles)
     smem = tiles_smem.at[1]
-    smem[...] = _half(tiles)
+    smem[...] = as_f16(tiles)
     plgpu.commit_smem()
     return tiles, smem
 
@@ -158,7 +144,7 @@ def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
         for axis in (0, 1)
     )
     warp, row = lax.shift_right_logical(row, 4), row & (TILE - 1)
-    lower_smem[...] = _half(lower)
+    lower_smem[...] = as_f16(lower)
     tiles, smem = _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem)
 
     # Blocks of 32 have one tile beside the diagonal, in the rows of warps 1 and 3.
@@ -168,10 +154,10 @@ def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
 
     firsts = (0, 2)
     products = tc.mma_each(
-        *((_half(tiles), _tile(lower_smem, i + 1, i)) for i in firsts)
+        *((as_f16(tiles), tile(lower_smem, i + 1, i)) for i in firsts)
     )
-    left = _half(upper_and_lower(products))
-    products = tc.mma_each(*((left, _tile(smem, i)) for i in firsts))
+    left = as_f16(upper_and_lower(products))
+    products = tc.mma_each(*((left, tile(smem, i)) for i in firsts))
     beside = jnp.where((warp & 1) == 1, -upper_and_lower(products), 0.0)
 
     # The block of 64 has four, below the corner of two times two tiles.
@@ -185,10 +171,10 @@ def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
         rows(3, tiles, 0.0),
     ]
     for i in range(2):
-        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = _half(columns[i])
-    left = tc.mma(*((_half(columns[i]), _tile(lower_smem, i, wide=2)) for i in (2, 3)))
+        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = as_f16(columns[i])
+    left = tc.mma(*((as_f16(columns[i]), tile(lower_smem, i, wide=2)) for i in (2, 3)))
     plgpu.commit_smem()
-    below = tc.mma((_half(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
+    below = tc.mma((as_f16(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
     for i in range(2):
         part = below[:, i * TILE : (i + 1) * TILE]
         columns[i] = jnp.where(warp < 2, columns[i], -part)
@@ -206,9 +192,9 @@ def _prepare_chunk(
     k_smem,
     lower_smem,
     tiles_smem,
-    corner_smem,
+    more_smem,
     arrived,
-    *decays_smem,
+    *,
     shapes: Shapes,
     masked: bool,
 ):
@@ -232,7 +218,7 @@ def _prepare_chunk(
         start_ref[row, chunk * CHUNK + (CHUNK - 1)],
     )
     if masked:
-        rows = kernel_inverse_masked.decay_rows(*decays, *decays_smem)
+        rows = kernel_inverse_masked.decay_rows(*decays, more_smem)
     else:
         rows = decay_rows(*decays, index)
     total, enter, leave, start = rows
@@ -244,13 +230,13 @@ def _prepare_chunk(
     gates.at[Gate.START][...] = start
     plgpu.barrier_wait(arrived)
     lower = tc.mma(*((k_smem.at[half], k_smem.at[half].T) for half in range(2)))
-    places = lower_smem, tiles_smem, corner_smem
+    places = lower_smem, tiles_smem
     if masked:
         inverse = kernel_inverse_masked.unit_lower_inverse(lower, beta, *places)
     else:
         lower = lower * tc.per_row(beta, SQUARE)
         lower = jnp.where(index[0] > index[1], lower, 0.0)
-        inverse = _unit_lower_inverse(lower, *places)
+        inverse = _unit_lower_inverse(lower, *places, more_smem)
     out_smem = k_smem.at[0]  # nobody reads the keys any more
     out_smem[...] = inverse.astype(out_smem.dtype)
     plgpu.commit_smem()
@@ -296,11 +282,12 @@ def prepare(
         tc.operand(count, 2, CHUNK, HALF, dtype=k.dtype),
         _tiled(count, *SQUARE),
         _tiled(count, 3 if masked else 2, CHUNK, TILE),
-        _tiled(count, CHUNK, 2 * TILE),
+        # Decays, or the corner of the last step.
+        plgpu.SMEM((count, CHUNK), jnp.float32)
+        if masked
+        else _tiled(count, CHUNK, 2 * TILE),
         plgpu.Barrier(num_arrivals=2, num_barriers=count),  # halves of the keys
     ]
-    if masked:
-        scratch.append(plgpu.SMEM((count, CHUNK), jnp.float32))
     hw.check_smem(tc.shared_bytes(scratch), "pk_gdn_prepare")
 
     def body(*refs):

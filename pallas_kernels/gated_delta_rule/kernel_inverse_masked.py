@@ -1,7 +1,6 @@
 """What a block of `kernel_inverse` computes, in fewer instructions.
 
-With several blocks on an SM, instructions bound that kernel. Three kinds of them fall
-away:
+What that kernel computes is little, so that what it takes to say it counts:
 
 **Selections.** There the rows of all four warps are multiplied with each of four tiles,
 and each warp keeps what is its own: four sums to choose from. Here they are one sum, of
@@ -17,7 +16,8 @@ two sums up to tokens, as in the decays between tokens, and no sum of its own.
 
 **Documents.** Where none begins in a chunk, nobody asks which token is of which.
 
-And it reads g and beta as they are, where the other has them put in order of heads.
+And it reads g and beta as they are, where the other has them put in order of heads, and
+has one place of shared memory less.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def decay_rows(g_ref, start_ref, last_start, g_smem):
     return total, enter, leave, start.astype(jnp.float32)
 
 
-def _half(x: jax.Array) -> jax.Array:
+def as_f16(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float16)
 
 
-def _tile(smem: Any, row: int, column: int = 0, *, wide: int = 1) -> Any:
+def tile(smem: Any, row: int, column: int = 0, *, wide: int = 1) -> Any:
     """A tile of 16 rows and `wide` tiles of 16 columns."""
     return smem.at[pl.ds(row * TILE, TILE), pl.ds(column * TILE, wide * TILE)]
 
 
-def _corner(row: jax.Array, column: jax.Array, size: int) -> jax.Array:
+def quarter(row: jax.Array, column: jax.Array, size: int) -> jax.Array:
     """Whether elements lie in the lower left quarter of a diagonal block of 2 size.
 
     The upper right quarter counts as well: what is put there is zero.
@@ -102,7 +102,7 @@ def _corner(row: jax.Array, column: jax.Array, size: int) -> jax.Array:
     return ((row & -size) ^ size) == (column & -size)
 
 
-def unit_lower_inverse(products, beta, lower_smem, tiles_smem, corner_smem):
+def unit_lower_inverse(products, beta, lower_smem, tiles_smem):
     """(I + strictLower(diag(beta) products))^-1.
 
     Args:
@@ -112,7 +112,6 @@ def unit_lower_inverse(products, beta, lower_smem, tiles_smem, corner_smem):
       tiles_smem: shared memory f16[3, C, 16]. The last is for the diagonal tiles of L;
         inverses take turns in the others, so that no warp overwrites what another still
         multiplies with.
-      corner_smem: shared memory f16[C, 32].
 
     Returns:
       f32[C, C] in registers.
@@ -126,11 +125,11 @@ def unit_lower_inverse(products, beta, lower_smem, tiles_smem, corner_smem):
 
     def product(left, right):
         """left_w right_w in the rows of each warp w, f32[C, 16]."""
-        return tc.mma(*((left * own[i], _tile(right, i)) for i in range(TILES)))
+        return tc.mma(*((left * own[i], tile(right, i)) for i in range(TILES)))
 
     left_of_last = (TILES - 1) * TILE  # nobody reads the last column of tiles
     lower = products[:, :left_of_last] * tc.per_row(beta, (CHUNK, left_of_last))
-    lower_smem.at[:, pl.ds(0, left_of_last)][...] = _half(lower)
+    lower_smem.at[:, pl.ds(0, left_of_last)][...] = as_f16(lower)
     diagonal = products[:, :TILE]
     for i in range(1, TILES):
         part = products[:, i * TILE : (i + 1) * TILE]
@@ -138,39 +137,39 @@ def unit_lower_inverse(products, beta, lower_smem, tiles_smem, corner_smem):
     diagonal = diagonal * tc.per_row(beta, (CHUNK, TILE))
     diagonal = jnp.where(column < row, diagonal, 0.0)
     diagonal_smem = tiles_smem.at[2]
-    diagonal_smem[...] = _half(diagonal)
+    diagonal_smem[...] = as_f16(diagonal)
 
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    pairs = jnp.where(_corner(row, column, 1), -diagonal, 0.0)
+    pairs = jnp.where(quarter(row, column, 1), -diagonal, 0.0)
     tiles = jnp.where(row == column, 1.0, pairs)
     for turn, size in enumerate((2, 4, 8)):
-        smem, halves = tiles_smem.at[turn % 2], _half(tiles)
+        smem, halves = tiles_smem.at[turn % 2], as_f16(tiles)
         smem[...] = halves
         plgpu.commit_smem()
-        left = _half(product(halves, diagonal_smem))
-        tiles = jnp.where(_corner(row, column, size), -product(left, smem), tiles)
-    smem, halves = tiles_smem.at[1], _half(tiles)
+        left = as_f16(product(halves, diagonal_smem))
+        tiles = jnp.where(quarter(row, column, size), -product(left, smem), tiles)
+    smem, halves = tiles_smem.at[1], as_f16(tiles)
     smem[...] = halves
     plgpu.commit_smem()
 
     # Blocks of 32 have one tile beside the diagonal, in the rows of warps 1 and 3.
     firsts = (0, 2)
-    left = tc.mma(*((halves * own[i + 1], _tile(lower_smem, i + 1, i)) for i in firsts))
-    left = _half(left)
-    beside = -tc.mma(*((left * own[i + 1], _tile(smem, i)) for i in firsts))
+    left = tc.mma(*((halves * own[i + 1], tile(lower_smem, i + 1, i)) for i in firsts))
+    left = as_f16(left)
+    beside = -tc.mma(*((left * own[i + 1], tile(smem, i)) for i in firsts))
 
     # The block of 64 has four, in the rows of warps 2 and 3. What the others compute
     # on the way is left out at the end.
-    beside_halves = _half(beside)
-    corner_smem.at[:, pl.ds(0, TILE)][...] = halves * own[0] + beside_halves
-    corner_smem.at[:, pl.ds(TILE, TILE)][...] = halves * own[1]
+    beside_halves = as_f16(beside)
+    corner = tiles_smem.at[0], tiles_smem.at[2]  # nobody multiplies with them any more
+    corner[0][...] = halves * own[0] + beside_halves
+    corner[1][...] = halves * own[1]
     columns = halves * own[2] + beside_halves, halves * own[3]
-    left = tc.mma(
-        *((x, _tile(lower_smem, i, wide=2)) for i, x in enumerate(columns, 2))
-    )
+    left = tc.mma(*((x, tile(lower_smem, i, wide=2)) for i, x in enumerate(columns, 2)))
+    left = as_f16(-left)
     plgpu.commit_smem()
-    below = -tc.mma((_half(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
-    first, second = (below[:, i * TILE : (i + 1) * TILE] for i in range(2))
+    upper = pl.ds(0, 2 * TILE)
+    first, second = tc.mma_each(*((left, x.at[upper]) for x in corner))
 
     def rows(number, value, otherwise):
         return jnp.where(warp == number, value, otherwise)

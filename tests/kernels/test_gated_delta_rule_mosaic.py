@@ -327,18 +327,18 @@ def test_gradients_have_the_shapes_and_dtypes_of_their_inputs():
         assert (grad.shape, grad.dtype) == (arg.shape, arg.dtype)
 
 
-@pytest.mark.parametrize("names", [(), ("gdn_inverse", "gdn_gates")])
-def test_rematerialisation_policies_find_the_inverses(names, capsys):
+@pytest.mark.parametrize("names", [(), ("gdn_inverse", "gdn_gates"), ("gdn_states",)])
+def test_rematerialisation_policies_find_what_is_kept(names, capsys):
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def loss(*args):
-        return jnp.sum(rule(args, None, "mosaic")[1])
+        return jnp.sum(rule(args, None, "mosaic", Config(keep="states"))[1])
 
     with hw.assume():
         jax.ad_checkpoint.print_saved_residuals(loss, *arguments())
     shown = capsys.readouterr().out
-    for name in ("gdn_inverse", "gdn_gates"):
+    for name in ("gdn_inverse", "gdn_gates", "gdn_states"):
         assert (f"named '{name}'" in shown) == (name in names), shown
 
 
