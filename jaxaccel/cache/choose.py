@@ -7,42 +7,26 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common.dispatch import Implementation
+from pallas_kernels.top_k_select import top_k_select
 
-def best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+
+def best(
+    scores: jax.Array, count: int, implementation: Implementation | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The units with the largest scores, exactly, in the order of their numbers.
 
     Args:
       scores: f32[B, G, C], -inf for what must not be taken.
       count: units to take, at most C.
+      implementation: of `pallas_kernels.top_k_select`.
 
     Returns:
       i32[B, G, count] and bool[B, G, count]: where fewer may be taken, the last places
       are invalid, with the number 0. Of equal scores the lower number is taken.
     """
-    num_units = scores.shape[-1]
-    largest, ids = jax.lax.top_k(scores, count)
-    ids = jnp.sort(jnp.where(largest > -jnp.inf, ids, num_units), axis=-1)
-    valid = ids < num_units
-    return jnp.where(valid, ids, 0), valid
-
-
-def group_log_weights(scores: jax.Array, may: jax.Array) -> jax.Array:
-    """The largest weight that any head of a group gives to a unit, as a logarithm.
-
-    The maximum over heads of softmax(scores) orders as the maximum of score less
-    log-sum-exp does; there nothing underflows, and f32 keeps what is close apart.
-
-    Args:
-      scores: f32[B, G, R, C] of the R query heads of each kv head.
-      may: bool[B, G, C], units that may be taken.
-
-    Returns:
-      f32[B, G, C], -inf where a unit may not be taken.
-    """
-    masked = jnp.where(may[:, :, None, :], scores, -jnp.inf)
-    total = jax.nn.logsumexp(masked, axis=-1, keepdims=True)
-    weight = masked - jnp.where(jnp.isfinite(total), total, 0.0)
-    return jnp.max(weight, axis=2)
+    ids = top_k_select(scores, count, implementation=implementation)
+    return jnp.maximum(ids, 0), ids >= 0
 
 
 def every(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxaccel.cache import low_rank, slot_map
-from jaxaccel.cache.attend import decode_attention, scores_of
-from jaxaccel.cache.choose import best, every, group_log_weights
+from jaxaccel.cache.attend import decode_attention
+from jaxaccel.cache.choose import best, every
 from jaxaccel.cache.host_values import Tier, choose_tier, fetch
 from jaxaccel.cache.layer_state import (
     AttentionSpec,
@@ -25,6 +25,11 @@ from jaxaccel.cache.policy import CachePolicy, Selection, check_room
 from jaxaccel.cache.shadowkv_state import ShadowKVState, chunk_statistics
 from pallas_kernels._common.dispatch import Implementation
 from pallas_kernels.host_gather import api as host_gather
+from pallas_kernels.landmark_scores import api as landmark_scores
+from pallas_kernels.top_k_select import api as top_k_select
+
+
+_COPIED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,8 @@ class ShadowKVCacheConfig(CachePolicy):
       values: where values are, "host" or "device"; `None` is the host where it has
         memory of its own that the device can read.
       fetch: implementation of `pallas_kernels.host_gather`, which reads them.
+      landmarks: implementation of `pallas_kernels.landmark_scores`, which scores them.
+      top_k: implementation of `pallas_kernels.top_k_select`, which takes the best.
       oversampling: see `low_rank.basis`.
       iterations: see `low_rank.basis`.
 
@@ -86,6 +93,8 @@ class ShadowKVCacheConfig(CachePolicy):
     slots: int | None = None
     values: Tier | None = None
     fetch: Implementation | None = None
+    landmarks: Implementation | None = None
+    top_k: Implementation | None = None
     oversampling: int = 16
     iterations: int = 3
 
@@ -124,7 +133,6 @@ class ShadowKVCacheConfig(CachePolicy):
 
     def check(self, spec: AttentionSpec, max_length: int) -> None:
         """As `CachePolicy.check`."""
-        del max_length
         width = spec.num_kv_heads * spec.head_dim
         if self.rank is not None and self.rank > width:
             raise ValueError(
@@ -136,6 +144,19 @@ class ShadowKVCacheConfig(CachePolicy):
             table = jax.ShapeDtypeStruct((1, self.chunk * spec.head_dim), jnp.bfloat16)
             ids = jax.ShapeDtypeStruct((1,), jnp.int32)
             host_gather.choose(table, ids, implementation=self.fetch)
+        n = self._sizes(spec, max_length)
+        heads = spec.num_kv_heads, n.chunks
+        if self.landmarks is not None:
+            struct, width = jax.ShapeDtypeStruct, spec.head_dim
+            landmark_scores.choose(
+                struct((1, spec.num_heads, width), jnp.bfloat16),
+                struct((1, *heads, width), jnp.bfloat16),
+                struct((1, *heads), jnp.bool_),
+                implementation=self.landmarks,
+            )
+        if self.top_k is not None:
+            scores = jax.ShapeDtypeStruct((1, *heads), jnp.float32)
+            top_k_select.choose(scores, n.chosen, implementation=self.top_k)
 
     @property
     def _tier(self) -> Tier:
@@ -144,6 +165,9 @@ class ShadowKVCacheConfig(CachePolicy):
     def _sizes(self, spec: AttentionSpec, max_length: int) -> _Sizes:
         # One place more than chunks: what is no chunk yet is written there.
         chunks = max_length // self.chunk + 1
+        if chunks >= _COPIED * _COPIED:
+            # The kernel that scores landmarks copies as many as one.
+            chunks = -(-chunks // _COPIED) * _COPIED
         chosen = min(self.budget // self.chunk, chunks)
         slots = self.slots
         if slots is None:
@@ -392,9 +416,17 @@ class ShadowKVCacheConfig(CachePolicy):
         """As `CachePolicy.select`; brings the values of what it chose into slots."""
 
         def choose():
-            scores = scores_of(tokens.q, state["landmark"], spec)[:, :, :, 0]
-            weights = group_log_weights(scores, ~state["excluded"])
-            return best(weights, state.size("ids")[2])
+            landmark, _ = state.place("landmark")
+            weights, _ = landmark_scores.landmark_scores(
+                tokens.q[:, 0],
+                landmark,
+                ~state["excluded"],
+                scale=spec.scale,
+                logit_cap=spec.logit_cap,
+                layer=state.index,
+                implementation=self.landmarks,
+            )
+            return best(weights, state.size("ids")[2], self.top_k)
 
         last = state["ids"], state["is_chosen"]
         ids, valid = every(self.refresh_every, state["step"] - 1, choose, last)

@@ -272,7 +272,9 @@ def _load(
         branch = scf.IfOp(flag, [kind], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             scf.yield_([load()])
-        with ir.InsertionPoint(branch.else_block):
+        otherwise = branch.else_block
+        assert otherwise is not None
+        with ir.InsertionPoint(otherwise):
             zero = arith.constant(moved, 0.0 if isinstance(moved, ir.FloatType) else 0)
             scf.yield_([vector.broadcast(kind, zero)])
         value = branch.results[0]

@@ -11,9 +11,12 @@ import pytest
 
 from jaxaccel.cache import low_rank, reference
 from jaxaccel.cache.full import DenseCacheConfig
+from jaxaccel.cache.layer_state import Tokens
 from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.shadowkv import ShadowKVCacheConfig
 from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels.landmark_scores import config as landmarks
 
 
 # Chunks of 4: at 40 tokens with 8 in the window, 8 chunks of which 2 are chosen.
@@ -223,6 +226,60 @@ def test_a_schedule_keeps_to_its_choice_and_sees_new_tokens(text):
     moved.v[:, 41] += 1.0
     _, changed, _ = lt.run(every, moved, LENGTHS, COUNT)
     assert (np.abs(changed[1, 0] - o[1, 0]).max(-1) > 1e-4).all()
+
+
+def test_kernels_that_are_named_choose_the_same_chunks(monkeypatch):
+    """Of a layer among others, with landmarks that a kernel can read: 136 of them."""
+    plain = dataclasses.replace(POLICY, budget=160, slots=None)
+    spec = dataclasses.replace(lt.SPEC, head_dim=64, num_heads=8, num_kv_heads=1)
+    empty = plain.init(spec, 1, 512, jnp.bfloat16)
+    assert empty.landmark.shape == (1, 1, 136, 64)
+    draw = np.random.default_rng(3)
+
+    def two(x):
+        return jnp.stack([x, x])
+
+    state = dataclasses.replace(jax.tree.map(two, empty), index=jnp.int32(1))
+    landmark = jnp.asarray(draw.normal(size=state.landmark.shape), jnp.bfloat16)
+    state = dataclasses.replace(
+        state,
+        landmark=landmark,
+        excluded=jnp.asarray(draw.random(state.excluded.shape) < 0.3),
+    )
+    q = jnp.asarray(draw.normal(size=(1, 1, 8, 64)), jnp.bfloat16)
+    k, ones = q[:, :, :1], jnp.ones((1, 1), bool)
+    tokens = Tokens(
+        q_pre=q,
+        k_pre=k,
+        q=q,
+        k=k,
+        v=k,
+        positions=jnp.zeros((1, 1), jnp.int32),
+        is_real=ones,
+    )
+
+    def chosen(policy):
+        found, _ = jax.jit(lambda s, t: policy.select(s, t, spec))(state, tokens)
+        assert found.valid.all()
+        return np.asarray(found.ids)
+
+    want = chosen(plain)
+    assert want.shape == (1, 1, 40)
+    one_block = landmarks.Config(cluster=1, slots=4)
+    monkeypatch.setattr(landmarks, "pick", lambda **_: one_block)
+    with interpreted():
+        named = dataclasses.replace(plain, landmarks="mosaic", top_k="mosaic")
+        np.testing.assert_array_equal(chosen(named), want)
+
+
+@pytest.mark.parametrize("field", ["landmarks", "top_k"])
+def test_a_kernel_that_cannot_choose_is_refused_before_anything_is_made(field):
+    policy = dataclasses.replace(POLICY, **{field: "mosaic"})
+    with (
+        hw.assume(),
+        pytest.raises(NotImplementedError, match=r"the kernel takes|short"),
+    ):
+        policy.check(lt.SPEC, 72)
 
 
 def test_generated_chunks_that_the_basis_misses_are_kept():
