@@ -58,7 +58,10 @@ def reader(merge: Callable[..., Any]) -> Callable[..., Any]:
     @jax.jit
     def read(state, tokens, segments, *memory):
         model = merge(state, *memory)
-        last = model(tokens, segments).hidden[:, -1]  # [B, D]
+        hidden = model(tokens, segments).hidden
+        # The last token that is not padding.
+        end = jnp.sum(segments > 0, axis=1, dtype=jnp.int32) - 1
+        last = jnp.take_along_axis(hidden, end[:, None, None], axis=1)[:, 0]  # [B, D]
         best = jnp.argmax(model.unembed(last), axis=-1)
         return last, best.astype(jnp.int32)
 
