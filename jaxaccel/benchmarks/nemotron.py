@@ -96,7 +96,9 @@ def _model(size: str, published: str) -> NemotronHConfig:
     return NemotronHConfig.published(published, param_dtype="bfloat16")
 
 
-def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _rows(
+    options: argparse.Namespace, before: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     if "decode" in options.parts:
         yield from nemotron_decode.measure(
             _model(options.size, "nano"),
@@ -125,6 +127,7 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             implementations=options.implementations,
             rounds=options.rounds,
             steps=options.steps,
+            before=before,
         )
 
 
@@ -156,7 +159,7 @@ def main(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     if options.json.is_file():
         rows = json.loads(options.json.read_text())["rows"]
-    for row in _rows(options):
+    for row in _rows(options, rows):
         row = {**row, **about}
         failed = failed or row["note"].startswith("no speed")
         rows = [old for old in rows if not _same_place(old, row)] + [row]

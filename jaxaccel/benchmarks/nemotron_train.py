@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ from pallas_kernels._common.bench import digits
 OPS = ("attention", "causal_conv1d", "grouped_matmul", "ssd")
 """Those that run what is measured; others choose for themselves."""
 
+_OP = "nemotron_train_step"
+
 
 def measure(
     gin_files: Sequence[Any],
@@ -38,6 +40,7 @@ def measure(
     implementations: Sequence[str],
     rounds: int,
     steps: int,
+    before: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Measures the steps, which read the same batches from the same parameters.
 
@@ -45,6 +48,8 @@ def measure(
       gin_files: an experiment whose model is a `NemotronHConfig`.
       bindings: that override.
       implementations: of `OPS`; losses are compared with the first one's.
+      before: rows of earlier calls. Where one is of this workload and has a speed,
+        losses are compared with its own.
       rounds: turns of each, behind one that warms up.
       steps: steps in a turn.
 
@@ -66,19 +71,24 @@ def measure(
     for _ in range(rounds + 1):
         for contender in contenders.values():
             run_round(contender, batches)
-    first = next(iter(contenders.values()), None)
+    workload = _workload(experiment)
+    losses = [
+        row["first_loss"]
+        for row in before
+        if (row["op"], row["workload"]) == (_OP, workload) and row["ms"]
+    ]
+    losses += [contender.losses[0] for contender in contenders.values()]
     for name in implementations:
         about = {
-            "op": "nemotron_train_step",
-            "workload": _workload(experiment),
+            "op": _OP,
+            "workload": workload,
             "implementation": name,
             "dtype": experiment.model.decoder().dtype,
         }
         if name in refused:
             yield {**about, "ms": None, "note": f"no speed: {refused[name]}"}
             continue
-        assert first is not None
-        apart = abs(contenders[name].losses[0] / first.losses[0] - 1)
+        apart = abs(contenders[name].losses[0] / losses[0] - 1)
         yield about | _row(experiment, contenders[name], batches, apart)
 
 

@@ -102,6 +102,25 @@ def _served(rows: Rows) -> str:
     return f"{largest:.0f} GB, tokens/s: {', '.join(texts)}" if texts else ""
 
 
+def _nemotron(rows: Rows) -> str:
+    found = [
+        f"{row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, "
+        f"{100 * row['share_of_limit']:.0f} % of the memory's limit"
+        for row in rows
+        if row["op"] == "nemotron_decode" and row["ms"]
+    ]
+    found += [
+        f"training {row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, MFU "
+        f"{100 * row['mfu']:.0f} %"
+        for row in rows
+        if row["op"] == "nemotron_train_step"
+        and row["implementation"] == "mosaic"
+        and row["ms"]
+        and row["mfu"]
+    ]
+    return "; ".join(found)
+
+
 TECHNIQUES = (
     Technique(
         name="Root-mean-square norm, plain, zero-centred, gated",
@@ -149,6 +168,9 @@ TECHNIQUES = (
         state="`reference`, `xla`; kernels by name, not measured yet",
         module="`jaxaccel.nn.Mamba2`, `jaxaccel.models.nemotron_h`",
         config="`experiments/nemotron/`",
+        notebook="07_nemotron",
+        file="nemotron_h200",
+        figure=_nemotron,
     ),
     Technique(
         name="Engram: hashed n-gram memory, tables trained by rows",

@@ -187,7 +187,7 @@ def contender(loss):
 
 def test_training_steps_are_held_against_each_other(monkeypatch):
     batch = dataclasses.make_dataclass("Batch", ["segment_ids"])(np.ones((2, 8)))
-    losses = iter([jnp.float32(2.0), jnp.float32(2.1)])
+    losses = iter([jnp.float32(x) for x in (2.0, 2.1, 2.1)])
     monkeypatch.setattr(nemotron_train, "device_batches", lambda *_: [batch] * 2)
     asked = []
 
@@ -196,20 +196,21 @@ def test_training_steps_are_held_against_each_other(monkeypatch):
         return contender(next(losses))
 
     monkeypatch.setattr(nemotron_train, "ours", ours)
-    rows = list(
-        nemotron_train.measure(
-            [nemotron.TRAIN_PRESET],
-            [],
-            implementations=("mosaic", "xla"),
-            rounds=2,
-            steps=2,
-        )
-    )
+
+    def measure(*names, before=()):
+        sizes = {"rounds": 2, "steps": 2, "before": before}
+        files = [nemotron.TRAIN_PRESET], []
+        return list(nemotron_train.measure(*files, implementations=names, **sizes))
+
+    rows = measure("mosaic", "xla")
     assert asked == ["mosaic", "xla"]
     assert [row["ms"] is None for row in rows] == [False, True]
     assert rows[0]["workload"] == "0.97 B parameters, 8 x 4096 tokens"
     assert rows[0]["tokens_per_s"] == pytest.approx(16e3 / rows[0]["ms"], rel=1e-2)
     assert "losses differ by 5.0e-02" in rows[1]["note"]
+    # In a call of its own, too.
+    (again,) = measure("xla", before=rows)
+    assert "losses differ by 5.0e-02" in again["note"]
 
 
 def test_the_model_of_the_training_step_is_like_nano():
@@ -229,12 +230,12 @@ def test_rows_of_other_parts_stay(tmp_path, monkeypatch):
     old = {**other, "op": "nemotron_decode"}
     path.write_text(json.dumps({"rows": [other, old]}))
     fresh = {**old, "ms": 2.0, "note": ""}
-    monkeypatch.setattr(nemotron, "_rows", lambda options: [fresh])
+    monkeypatch.setattr(nemotron, "_rows", lambda *_: [fresh])
     assert benchmarks.main(["nemotron", "--parts=decode", f"--json={path}"]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["ms"] for row in rows] == [1.0, 2.0]
     wrong = {**fresh, "ms": None, "note": "no speed: x"}
-    monkeypatch.setattr(nemotron, "_rows", lambda options: [wrong])
+    monkeypatch.setattr(nemotron, "_rows", lambda *_: [wrong])
     assert benchmarks.main(["nemotron", "--parts=decode", f"--json={path}"]) == 1
     for option in ("--parts=all", "--kinds=gdn", "--implementations=cuda"):
         with pytest.raises(ValueError, match="is unknown, allowed are"):
