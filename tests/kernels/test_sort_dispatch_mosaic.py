@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, indexed
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.sort_dispatch import (
@@ -273,6 +273,14 @@ def test_caller_errors_name_the_value(call, message):
         top_experts(call.pop("scores"), call.pop("top_k"), **call)
     with pytest.raises(ValueError, match="unroll=0"):
         config.Config(unroll=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("max", "float32"), ("sum", "int32"), ("mean", "float32")]
+)
+def test_what_a_warp_cannot_combine_is_said(how, dtype):
+    with pytest.raises(ValueError, match=f"'{how}' of {dtype}"):
+        indexed.across_warp(jnp.zeros(128, dtype), how)
 
 
 @pytest.mark.gpu
