@@ -16,12 +16,9 @@ from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.dense import KVCache
 from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.core.offload import offload_scan
-from jaxaccel.data.batch import (
-    PackingMetadata,
-    PackingTable,
-    packing_metadata,
-)
+from jaxaccel.data.batch import PackingMetadata, PackingTable, packing_metadata
 from jaxaccel.models.config import DecoderConfig, RematPolicy
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.engram_memory import EngramMemory, Reading
 from jaxaccel.nn.gated_deltanet import GatedDeltaNet
@@ -104,16 +101,20 @@ class Block(nnx.Module):
         aux = None
         if self.mixer is not None:
             with jax.named_scope("mixer"):
-                mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
-                x = x + mixed
+                if few_rows.adds_itself(self.mixer, x, cache):
+                    x, cache = self.mixer.added(x, self.mixer_norm, meta, cache, length)
+                else:
+                    mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
+                    x = x + mixed
         if self.mlp is not None:
             with jax.named_scope("mlp"):
-                h = self.mlp_norm(x)
                 if isinstance(self.mlp, MoE):
-                    y, aux = self.mlp(h, meta)
+                    y, aux = self.mlp(self.mlp_norm(x), meta)
+                    x = x + y
+                elif few_rows.adds_itself(self.mlp, x, cache):
+                    x = self.mlp.added(x, self.mlp_norm)
                 else:
-                    y = self.mlp(h)
-                x = x + y
+                    x = x + self.mlp(self.mlp_norm(x))
         return x, cache, aux
 
 
@@ -513,9 +514,9 @@ def _feed_forward(
     config: DecoderConfig, mlp: MLPConfig | MoEConfig, kind: dict[str, Any]
 ) -> nnx.Module:
     """The module of a feed-forward part's config; `kind` goes to it as it is."""
+    kind = {**kind, "implementation": config.implementation}
     if isinstance(mlp, MoEConfig):
-        implementation = config.implementation
-        return MoE(mlp, config.d_model, implementation=implementation, **kind)
+        return MoE(mlp, config.d_model, **kind)
     return MLP(config.d_model, mlp.d_ff, mlp.activation, **kind)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
 from jaxaccel.cache.layer_state import AttentionSpec, Tokens
 from jaxaccel.cache.plan import PolicyCacheOfLayer
 from jaxaccel.data.batch import AttentionTiles, PackingMetadata
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
@@ -173,6 +175,7 @@ class Attention(nnx.Module):
         self.decode: Any = None
         if not isinstance(implementation, str):
             self.decode = implementation_of("decode_attention", implementation)
+        self.products = None if bias else few_rows.named(implementation)
 
     @property
     def _tiles(self) -> AttentionTiles:
@@ -252,15 +255,52 @@ class Attention(nnx.Module):
         Raises:
           ValueError: a cache comes without its length.
         """
+        return self._mixed(x, meta, cache, length)
+
+    def added(
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        meta: PackingMetadata,
+        cache: Any,
+        length: jax.Array | None,
+    ) -> tuple[jax.Array, Any]:
+        """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
+        return self._mixed(x, meta, cache, length, norm)
+
+    def _projections(
+        self, x: jax.Array, norm: RMSNorm | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """q, k, v of x, or of its norm, and the gate's logits with a norm."""
+        if norm is None:
+            return self.q_proj(x), self.k_proj(x), self.v_proj(x), None
+        maps, dtypes = [self.q_proj, self.k_proj, self.v_proj], [self.dtype] * 3
+        if self.config.output_gate:
+            maps.append(self.gate_proj)
+            dtypes.append(jnp.dtype(jnp.float32))
+        found = few_rows.project(self.products, x, maps, norm=norm, out_dtypes=dtypes)
+        return *found[:3], found[3] if self.config.output_gate else None
+
+    def _mixed(
+        self,
+        x: jax.Array,
+        meta: PackingMetadata,
+        cache: Any,
+        length: jax.Array | None,
+        norm: RMSNorm | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """See `__call__`, and `added` with a norm."""
         config = self.config
         if cache is not None and length is None:
             raise ValueError("Attention: a cache needs `length`, got None")
         batch, time, _ = x.shape
         heads = (batch, time, config.num_heads, config.head_dim)
         kv_heads = (batch, time, config.num_kv_heads, config.head_dim)
-        q = self.q_proj(x).reshape(heads)  # [B, T, H, K]
-        k = self.k_proj(x).reshape(kv_heads)  # [B, T, G, K]
-        v = self.v_proj(x).reshape(kv_heads)  # [B, T, G, K]
+        q, k, v, gate = self._projections(x, norm)
+        q = q.reshape(heads)  # [B, T, H, K]
+        k = k.reshape(kv_heads)  # [B, T, G, K]
+        v = v.reshape(kv_heads)  # [B, T, G, K]
+        project = functools.partial(self._project, x, gate=gate, norm=norm)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q_pre, k_pre = q, k
@@ -275,7 +315,7 @@ class Attention(nnx.Module):
                 sinks=self.sinks[...] if config.sinks else None,
             )
             o, cache = cache.mix(tokens, self.cache_spec, self.implementation)
-            return self._project(x, o), cache
+            return project(o), cache
         q = checkpoint_name(q, "attention_q")
         k = checkpoint_name(k, "attention_k")
         v = checkpoint_name(v, "attention_v")
@@ -284,7 +324,7 @@ class Attention(nnx.Module):
             if self.decode is not None and time == 1:
                 held = jnp.where(meta.is_real[:, 0], length + 1, 0)
                 o = cache.attend(q, held, **self._decode_options)
-                return self._project(x, o), cache
+                return project(o), cache
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.
             where: dict[str, Any] = {
@@ -318,7 +358,7 @@ class Attention(nnx.Module):
             implementation=implementation,
             **where,
         )  # [B, T, H, K]
-        return self._project(x, o), cache
+        return project(o), cache
 
     @property
     def _decode_options(self) -> dict[str, Any]:
@@ -332,13 +372,26 @@ class Attention(nnx.Module):
             "implementation": self.decode,
         }
 
-    def _project(self, x: jax.Array, o: jax.Array) -> jax.Array:
-        """The heads' outputs [B, T, H, K], gated by x, as [B, T, D]."""
+    def _project(
+        self,
+        x: jax.Array,
+        o: jax.Array,
+        gate: jax.Array | None,
+        norm: RMSNorm | None,
+    ) -> jax.Array:
+        """The heads' outputs [B, T, H, K], gated by x, as [B, T, D].
+
+        With a norm, x is the stream, which is added, and `gate` has the gate's logits.
+        """
         o = checkpoint_name(o, "attention_out").reshape(*x.shape[:2], -1)
         if self.config.output_gate:
-            gate = jax.nn.sigmoid(self.gate_proj(x, out_dtype=jnp.float32))
-            o = (o.astype(jnp.float32) * gate).astype(self.dtype)
-        return self.o_proj(o)
+            if gate is None:
+                gate = self.gate_proj(x, out_dtype=jnp.float32)
+            o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(self.dtype)
+        if norm is None:
+            return self.o_proj(o)
+        (y,) = few_rows.project(self.products, o, (self.o_proj,), residual=x)
+        return y
 
     def verify(
         self,

@@ -18,6 +18,7 @@ from jaxaccel.cache.recurrent import (
     RecurrentCacheOfLayer,
 )
 from jaxaccel.data.batch import ChunkStarts, ConvBorders, PackingMetadata
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm, l2_normalize
@@ -191,6 +192,7 @@ class GatedDeltaNet(nnx.Module):
         self.conv_implementation = implementation_of("causal_conv1d", implementation)
         self.rule_implementation = implementation_of("gated_delta_rule", implementation)
         self.step_implementation = implementation_of("gated_delta_step", implementation)
+        self.products = few_rows.named(implementation)
         # An op of its own, which has no "mosaic" yet: naming that for steps is no
         # word about it.
         exact = self.step_implementation == "reference"
@@ -371,8 +373,16 @@ class GatedDeltaNet(nnx.Module):
             negative_eigenvalues=self.config.allow_negative_eigenvalues,
         )
 
-    def _projections(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """qkv, a, b, z of [B, T, D], as decoding takes them."""
+    def _projections(
+        self, x: jax.Array, norm: RMSNorm | None = None
+    ) -> tuple[jax.Array, ...]:
+        """qkv, a, b, z of [B, T, D], as decoding takes them, or of its norm."""
+        if few_rows.applies(self.products, x):
+            maps = (self.qkv_proj, self.a_proj, self.b_proj, self.z_proj)
+            dtypes = (self.dtype, jnp.float32, jnp.float32, self.dtype)
+            return few_rows.project(
+                self.products, x, maps, norm=norm, out_dtypes=dtypes
+            )
         a = self.a_proj(x, out_dtype=jnp.float32)
         b = self.b_proj(x, out_dtype=jnp.float32)
         return self.qkv_proj(x), a, b, self.z_proj(x)
@@ -382,9 +392,13 @@ class GatedDeltaNet(nnx.Module):
         x: jax.Array,
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
-        """One token, see `__call__`; a padded row keeps its cache and gives zeros."""
-        qkv, a, b, z = (p[:, 0] for p in self._projections(x))
+        """One token, see `__call__`; a padded row keeps its cache and gives zeros.
+
+        With a norm, x is the stream in front of it, and the result that behind.
+        """
+        qkv, a, b, z = (p[:, 0] for p in self._projections(x, norm))
         layer = self._layer()
 
         def decode(pools, slots=None, implementation=self.step_implementation):
@@ -418,7 +432,26 @@ class GatedDeltaNet(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        return self.out_proj(y[:, None]), new
+        y = y[:, None]
+        if few_rows.applies(self.products, x):
+            residual = None if norm is None else x
+            out = (self.out_proj,)
+            return *few_rows.project(self.products, y, out, residual=residual), new
+        return self.out_proj(y), new
+
+    def added(
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        meta: PackingMetadata,
+        cache: RecurrentCache | RecurrentCacheOfLayer | None,
+        length: jax.Array | None,
+    ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
+        """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
+        if cache is not None and x.shape[1] == 1:
+            return self._step(x, meta, cache, norm)
+        y, cache = self(norm(x), meta, cache, length)
+        return x + y, cache
 
     def verify(
         self,

@@ -15,6 +15,7 @@ OPS = (
     "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
+    "gemv",
     "grouped_matmul",
     "host_gather",
     "rms_norm",

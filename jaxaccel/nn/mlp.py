@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jaxaccel.nn import few_rows
+from jaxaccel.nn.implementation import Implementations
 from jaxaccel.nn.linear import Linear, fan_in_init
+from jaxaccel.nn.norm import RMSNorm
 from pallas_kernels.grouped_matmul.activation import ALPHA
 
 
@@ -63,6 +67,7 @@ class MLP(nnx.Module):
         out_gain: float = 1.0,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        implementation: Implementations = None,
         rngs: nnx.Rngs,
     ):
         """Creates the projections.
@@ -74,12 +79,14 @@ class MLP(nnx.Module):
           out_gain: multiplies the initial deviation of `down_proj`.
           dtype: dtype of the computation.
           param_dtype: dtype of the parameters.
+          implementation: see `nn.implementation`.
           rngs: source of the `params` key.
 
         Raises:
           ValueError: the activation is unknown.
         """
         check_activation("MLP", activation)
+        self.products = few_rows.named(implementation)
         kind = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         if activation == "swiglu":
             self.gate_proj = Linear(d_model, d_ff, **kind)
@@ -96,6 +103,15 @@ class MLP(nnx.Module):
             gate = checkpoint_name(self.gate_proj(x), "mlp_gate")
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(relu2(up))
+
+    def added(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
+        """x [..., D] + self(norm(x)) in two launches, see `few_rows.adds_itself`."""
+        is_gated = self.activation == "swiglu"
+        maps = (self.gate_proj, self.up_proj) if is_gated else (self.up_proj,)
+        project = functools.partial(few_rows.project, self.products)
+        (h,) = project(x, maps, norm=norm, swiglu=is_gated)
+        (y,) = project(h if is_gated else relu2(h), (self.down_proj,), residual=x)
+        return y
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -1,0 +1,92 @@
+"""Products of few rows in few launches: what a layer of decoding spends its time on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxaccel.nn.implementation import Implementations, implementation_of
+from jaxaccel.nn.linear import Linear
+from jaxaccel.nn.norm import RMSNorm
+from pallas_kernels.gemv import MAX_ROWS, gemv
+
+
+def named(implementation: Implementations) -> Any:
+    """What `gemv` was named to run in a setting of `nn.implementation`, or `None`.
+
+    One name for all ops is none for this one: it would take products of f32 away from
+    those that are decoded with them.
+    """
+    if isinstance(implementation, str):
+        return None
+    return implementation_of("gemv", implementation)
+
+
+def applies(products: Any, x: jax.Array) -> bool:
+    """Whether the products with x [..., D] are `gemv`'s.
+
+    Args:
+      products: of `named`.
+      x: of which at most `MAX_ROWS` rows are few.
+    """
+    return products is not None and math.prod(x.shape[:-1]) <= MAX_ROWS
+
+
+def adds_itself(part: Any, x: jax.Array, cache: Any) -> bool:
+    """Whether a mixer or feed-forward part takes the stream x [B, T, D] as it is.
+
+    Such a part has `products`, of `named`, and a method `added`, which gets the norm in
+    front of it and gives the stream after it. Without a cache it may be trained, and
+    `gemv` has no gradient.
+    """
+    return cache is not None and hasattr(part, "added") and applies(part.products, x)
+
+
+def project(
+    products: Any,
+    x: jax.Array,
+    linears: Sequence[Linear],
+    *,
+    norm: RMSNorm | None = None,
+    swiglu: bool = False,
+    residual: jax.Array | None = None,
+    out_dtypes: Sequence[DTypeLike] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Applies linear maps without biases to one x, see `pallas_kernels.gemv`.
+
+    Args:
+      products: of `named`.
+      x: [..., D].
+      linears: the maps.
+      norm: what comes before them.
+      swiglu: whether they are gate and up projection of one result.
+      residual: like the one result, added to it.
+      out_dtypes: of the results, the maps' compute dtype by default.
+
+    Returns:
+      [..., F] of each map, or of both.
+    """
+    lead, dtype = x.shape[:-1], linears[0].dtype
+    options: dict[str, Any] = {}
+    if norm is not None:
+        options = {
+            "norm_scale": norm.scale[...],
+            "zero_centered": norm.zero_centered,
+            "eps": norm.eps,
+        }
+    if residual is not None:
+        options["residual"] = residual.reshape(-1, residual.shape[-1])
+    found = gemv(
+        x.reshape(-1, x.shape[-1]).astype(dtype),
+        tuple(linear.kernel[...].astype(dtype) for linear in linears),
+        swiglu=swiglu,
+        out_dtype=dtype if out_dtypes is None else tuple(out_dtypes),
+        implementation=products,
+        **options,
+    )
+    found = found if isinstance(found, tuple) else (found,)
+    return tuple(y.reshape(*lead, -1) for y in found)

@@ -1,0 +1,98 @@
+"""Layers that decode with `gemv`: the decoder's values, in fewer launches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
+from jaxaccel.nn import few_rows
+from jaxaccel.nn.mlp import MLP
+from jaxaccel.nn.norm import RMSNorm
+from pallas_kernels._common import hw
+from pallas_kernels._common.dispatch import recorded_choices
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+
+
+CONFIG = Qwen3_5TextConfig.tiny(pattern=("gdn", "attention"), num_layers=2).decoder()
+
+
+@pytest.fixture(scope="module")
+def models(random_model):
+    """The same weights with and without `gemv`, and without the attention's gate."""
+    ungated = dataclasses.replace(
+        CONFIG, attention=dataclasses.replace(CONFIG.attention, output_gate=False)
+    )
+    return {
+        name: tuple(
+            random_model(dataclasses.replace(config, implementation=implementation))
+            for implementation in (None, {"gemv": "xla"})
+        )
+        for name, config in (("gated", CONFIG), ("ungated", ungated))
+    }
+
+
+def read(model, rows, time):
+    """Hidden states of 5 tokens and of `time` more, and how often `gemv` ran."""
+    graphdef, state = nnx.split(model)
+    tokens = jax.random.randint(jax.random.key(1), (rows, 5 + time), 0, 128)
+
+    @jax.jit
+    def run(state):
+        model = nnx.merge(graphdef, state)
+        cache = model.init_cache(rows, 16)
+        before = model(tokens[:, :5], cache=cache)
+        after = model(tokens[:, 5:], cache=before.cache)
+        return before.hidden, after.hidden, after.cache
+
+    with recorded_choices() as choices:
+        results = run(state)
+    return results, sum(choice.op == "gemv" for choice in choices)
+
+
+@pytest.mark.parametrize("name", ["gated", "ungated"])
+def test_a_decoder_reads_the_same_in_fewer_products(models, name):
+    plain, few = models[name]
+    want, none = read(plain, 2, 1)
+    got, count = read(few, 2, 1)
+    # In, out, gate and up, down of each layer; the prompt has too many rows.
+    assert (none, count) == (0, 8)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_several_tokens_of_a_row_are_few_rows_too(models):
+    plain, few = models["gated"]
+    want, _ = read(plain, 1, 3)
+    got, count = read(few, 1, 3)
+    # The recurrence of several tokens has products of its own.
+    assert count == 6
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_a_kernel_runs_a_feed_forward_part():
+    kind = {"dtype": "bfloat16", "param_dtype": "bfloat16", "rngs": nnx.Rngs(0)}
+    mlp = MLP(64, 48, implementation=(("gemv", "mosaic"),), **kind)
+    norm = RMSNorm(64, zero_centered=True)
+    x = jax.random.normal(jax.random.key(0), (2, 1, 64), jnp.bfloat16)
+    with hw.assume(), interpreted(), recorded_choices() as choices:
+        got = mlp.added(x, norm)
+    assert [choice.implementation for choice in choices] == ["mosaic"] * 2
+    assert_close(got, x + mlp(norm(x)), rel=1e-2, name="y")
+
+
+def test_which_products_are_few():
+    x = jnp.ones((2, 2, 8))
+    assert few_rows.applies("xla", x)
+    assert not few_rows.applies("xla", jnp.ones((5, 1, 8)))
+    assert not few_rows.applies(None, x)
+    assert few_rows.named("mosaic") is None
+    assert few_rows.named((("gemv", "mosaic"),)) == "mosaic"
+    mlp = MLP(8, 8, implementation=(("gemv", "xla"),), rngs=nnx.Rngs(0))
+    assert few_rows.adds_itself(mlp, x, cache=x)
+    assert not few_rows.adds_itself(mlp, x, cache=None)  # it may be trained
