@@ -279,7 +279,8 @@ class Attention(nnx.Module):
             maps.append(self.gate_proj)
             dtypes.append(jnp.dtype(jnp.float32))
         found = few_rows.project(self.products, x, maps, norm=norm, out_dtypes=dtypes)
-        return *found[:3], found[3] if self.config.output_gate else None
+        q, k, v, *gate = found
+        return q, k, v, gate[0] if gate else None
 
     def _mixed(
         self,

@@ -436,7 +436,8 @@ class GatedDeltaNet(nnx.Module):
         if few_rows.applies(self.products, x):
             residual = None if norm is None else x
             out = (self.out_proj,)
-            return *few_rows.project(self.products, y, out, residual=residual), new
+            (y,) = few_rows.project(self.products, y, out, residual=residual)
+            return y, new
         return self.out_proj(y), new
 
     def added(

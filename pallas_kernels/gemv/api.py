@@ -163,7 +163,7 @@ def gemv(
     Source: Basic Linear Algebra Subprograms, level 2 (Dongarra et al. 1988); Root Mean
     Square Layer Normalization (arXiv 1910.07467); GLU Variants (arXiv 2002.05202).
     """
-    options = {
+    options: dict[str, Any] = {
         "norm_scale": norm_scale,
         "zero_centered": zero_centered,
         "eps": eps,
