@@ -47,7 +47,7 @@ class Config:
 CANDIDATES = tuple(
     Config(copied=copied, summed=summed, unroll=unroll)
     for copied in (2, 4, 8)
-    for summed, unroll in ((1, 4), (1, 8), (2, 4))
+    for summed, unroll in ((1, 4), (1, 8), (1, 16), (2, 4))
 )
 
 

@@ -164,24 +164,39 @@ def _reduce_kernel(*refs, plan: Plan):
         jnp.zeros((count, width), jnp.float32), indexed.layout(width)
     )
     first = token * plan.slots
-    for start in range(0, plan.slots, config.unroll):
-        slots = range(start, min(start + config.unroll, plan.slots))
+
+    def add(total, start, slots):
+        places = [first + (start + slot) for slot in range(slots)]
         # All loads are issued before the first one is needed.
-        rows = [indexed.take(row_ref, (first + slot,)) for slot in slots]
+        rows = [indexed.take(row_ref, (place,)) for place in places]
         is_routed = [row < routed for row in rows]
         loaded = [
             indexed.take(y_ref, (jnp.where(is_own, row, 0), column), width)
             for row, is_own in zip(rows, is_routed, strict=True)
         ]
         weights = [
-            indexed.take(weight_ref[0], (first + slot,)) if weight_ref else None
-            for slot in slots
+            indexed.take(weight_ref[0], (place,)) if weight_ref else None
+            for place in places
         ]
         for is_own, values, weight in zip(is_routed, loaded, weights, strict=True):
             values = values.astype(jnp.float32)
             if weight is not None:
                 values = values * indexed.spread(weight, width)
             total = total + jnp.where(indexed.spread(is_own, width), values, 0.0)
+        return total
+
+    # A loop: of code without one the compiler puts the loads of all slots first, whose
+    # registers leave room for few warps.
+    steps, rest = divmod(plan.slots, config.unroll)
+    if steps:
+        total = lax.fori_loop(
+            0,
+            steps,
+            lambda i, total: add(total, i * config.unroll, config.unroll),
+            total,
+        )
+    if rest:
+        total = add(total, steps * config.unroll, rest)
     _write(out_ref, plan, total, count, pieces, token, column, is_there)
 
 
