@@ -168,7 +168,7 @@ def _result(plan: Plan, refs, shared, weights, out, first: Any, pieces: int) -> 
             )
             for i in range(len(weights))
         ]
-        if squares:
+        if plan.eps is not None:
             # Every column has the same sum.
             same = [indexed.spread(squares[m], PIECE)] * pieces
             square = _total(plan, shared.at[next(places)], same)

@@ -67,6 +67,17 @@ class Spec:
         return [self.dtype] * (results - self.wide) + ["float32"] * self.wide
 
 
+def _layer(name: str, d_model: int, heads: int, d_ff: int) -> Iterator[Spec]:
+    """The products of a Gated DeltaNet layer that decodes one token."""
+    make = functools.partial(Spec, tag="perf", rows=1, depth=d_model)
+    normed = functools.partial(make, normed=True, zero_centered=True)
+    inward = (heads * 256, heads * 128, heads, heads)
+    yield normed(name=f"{name}_gdn_in", widths=inward, wide=2)
+    yield make(name=f"{name}_out", widths=(d_model,), adds=True)
+    yield normed(name=f"{name}_gate_up", widths=(d_ff, d_ff), swiglu=True)
+    yield make(name=f"{name}_down", depth=d_ff, widths=(d_model,), adds=True)
+
+
 SPECS = (
     # K and N that are no multiples of steps and strips.
     Spec(
@@ -91,26 +102,8 @@ SPECS = (
         dtype="float16",
     ),
     Spec(name="ci_down", tag="ci", rows=4, depth=520, widths=(32,), adds=True),
-    *(
-        Spec(
-            name=f"qwen3_5_d{d}_{part}",
-            tag="perf",
-            rows=1,
-            depth=ff if part == "down" else d,
-            normed=part in ("gdn_in", "gate_up"),
-            zero_centered=True,
-            swiglu=part == "gate_up",
-            adds=part in ("out", "down"),
-            **sizes,
-        )
-        for d, heads, ff in ((1024, 8, 2816), (2048, 32, 6144))
-        for part, sizes in (
-            ("gdn_in", {"widths": (heads * 256, heads * 128, heads, heads), "wide": 2}),
-            ("out", {"widths": (d,)}),
-            ("gate_up", {"widths": (ff, ff)}),
-            ("down", {"widths": (d,)}),
-        )
-    ),
+    *_layer("qwen3_5_d1024", 1024, heads=8, d_ff=2816),
+    *_layer("qwen3_5_d2048", 2048, heads=32, d_ff=6144),
     *(
         Spec(
             name=f"llama3_8b_m{rows}_{part}",
