@@ -15,6 +15,7 @@ from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.describe import describe
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.models.with_engram import WithEngramConfig
+from jaxaccel.nn.engram import EngramTable, HostRows
 from jaxaccel.nn.engram_config import EngramConfig
 from jaxaccel.nn.engram_host import HostEngramMemory, with_host_tables, with_rows
 from jaxaccel.nn.engram_memory import EngramMemory
@@ -79,6 +80,26 @@ def test_rows_from_the_host_give_the_bits_of_the_device(model, packed):
     )
     table = jax.device_put(packed, pinned)
     np.testing.assert_array_equal(run(with_host_tables(model, (table,))), want)
+
+
+@pytest.mark.gpu
+def test_the_device_reads_eight_bits_from_the_host():
+    config = dataclasses.replace(CONFIG, head_dim=256, bases=5003)
+    rows = config.layout(VOCAB).num_rows[0]
+    own = EngramTable(rows, 256, dtype=jnp.float8_e4m3fn, rngs=nnx.Rngs(0))
+    table = pack(np.asarray(own.rows[...]), np.asarray(own.scales[...]))
+    pinned = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+    host = HostRows(jax.device_put(table, pinned), implementation="mosaic")
+    ids = np.random.default_rng(2).integers(0, rows, (4, 50, 3)).astype(np.int32)
+    ids[0, 0] = (0, rows - 1, rows)
+    want = jax.jit(lambda own, ids: own(ids))(own, ids)
+    got = jax.jit(lambda host, ids: host(ids))(host, ids)
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), np.asarray(want, np.float32)
+    )
+    assert np.isnan(np.asarray(got[0, 0, 2], np.float32)).all()
 
 
 def test_a_table_that_is_not_packed_is_refused():

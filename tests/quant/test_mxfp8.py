@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxaccel.quant.mxfp8 import pack, packed_width, quantize, unpack
+from pallas_kernels.host_gather import config
 
 
 def dequantized(values, scales):
@@ -58,12 +59,18 @@ def test_what_is_packed_comes_back_bit_for_bit():
     values = values.view(ml_dtypes.float8_e4m3fn)
     scales = rng.integers(0, 256, (5, 8)).astype(np.uint8)
     packed = pack(values, scales)
-    assert packed.shape == (5, packed_width(256)) == (5, 66)
+    assert packed.shape == (5, packed_width(256)) == (5, 80)
     got_values, got_scales = jax.jit(unpack)(jnp.asarray(packed))
     np.testing.assert_array_equal(
         np.asarray(got_values).view(np.uint8), values.view(np.uint8)
     )
     np.testing.assert_array_equal(got_scales, scales)
+
+
+@pytest.mark.parametrize("dim", [128, 256, 512])
+def test_a_device_can_read_packed_rows_from_the_host(dim):
+    words = packed_width(dim)
+    assert config.refusal(100, words, jnp.dtype(jnp.uint32), 64) is None
 
 
 def test_rows_that_do_not_fit_are_named():
