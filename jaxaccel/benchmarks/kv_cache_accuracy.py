@@ -251,7 +251,7 @@ def _compared(
     state = policy.append(state, tokens, spec)
     selection, state = policy.select(state, tokens, spec)
     o, lse = policy.attend(state, tokens, selection, spec)
-    seen = jnp.arange(k.shape[2], dtype=jnp.int32) <= tokens.positions[:, :1]
+    seen = jnp.arange(k.shape[2], dtype=jnp.int32)[None] <= tokens.positions[:, :1]
     dense, dense_lse = decode_attention(tokens.q, k, v, seen[:, None], spec)
     apart = jnp.linalg.norm(o - dense, axis=-1)
     error = jnp.mean(apart / jnp.maximum(jnp.linalg.norm(dense, axis=-1), 1e-9))
