@@ -19,6 +19,7 @@ Table of contents; every name is imported on first use:
 ``gemv``               few rows times matrices, norm and SwiGLU with them
 ``host_gather``        rows of a table that stays in the host's memory
 ``landmark_scores``    how much a query group weighs each chunk's landmark
+``sparse_decode_attention``  newest token over chosen chunks, keys made on the fly
 ``segment_sum``        sums of rows with equal ids, in one order
 ``top_k_select``       the largest scores of a row, exactly, as ascending places
 ``explain``            which implementation a call would run, and why
@@ -46,6 +47,7 @@ _OPS = (
     "rms_norm",
     "segment_sum",
     "sort_dispatch",
+    "sparse_decode_attention",
     "ssd",
     "ssd_step",
     "top_k_select",
