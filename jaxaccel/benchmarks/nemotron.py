@@ -64,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         default=("mosaic", "xla") if on_gpu else ("xla",),
         help="of the layers' ops, separated by commas; decode measures the first",
     )
+    parser.add_argument(
+        "--ops",
+        type=_names,
+        default=nemotron_decode.OPS,
+        help=f"of decode: {','.join(nemotron_decode.OPS)}",
+    )
     parser.add_argument("--batches", type=_numbers, default=(1, 64), help="of decode")
     parser.add_argument("--prompt", type=int, default=128, help="tokens, of decode")
     parser.add_argument(
@@ -109,6 +115,7 @@ def _rows(
                 prompt=options.prompt, new=options.new, rounds=options.rounds
             ),
             limits=ceilings(),
+            ops=options.ops,
         )
     if "layers" in options.parts:
         yield from nemotron_layers.measure(
@@ -145,6 +152,7 @@ def main(argv: list[str]) -> int:
     for option, names, allowed in (
         ("parts", options.parts, PARTS),
         ("kinds", options.kinds, nemotron_layers.KINDS),
+        ("ops", options.ops, nemotron_decode.OPS),
         ("implementations", options.implementations, ("mosaic", "xla")),
     ):
         for name in names:

@@ -26,9 +26,10 @@ from pallas_kernels._common.bench import Ceilings, digits
 from pallas_kernels._common.dispatch import recorded_choices
 
 
-OPS = ("ssd_step", "grouped_matmul")
-"""Those that decoding runs by the implementation that is measured."""
-_KERNELS = ("pk_ssd_step", "pk_grouped_matmul_fwd")
+OPS = ("decode_attention", "gemv", "grouped_matmul", "sort_dispatch", "ssd_step")
+"""Those that decoding may run by the implementation that is measured."""
+# Without these a program is another than the one that is measured.
+_KERNELS = {"grouped_matmul": "pk_grouped_matmul_fwd", "ssd_step": "pk_ssd_step"}
 # A near tie may fall either way in bfloat16; a token of no meaning is about four
 # deviations of the logits below the best one.
 _TOLERANCE = 0.5
@@ -131,9 +132,11 @@ def traffic(
     return Traffic(weights=weights, experts=round(experts), state=state, kv=kv)
 
 
-def with_ops(config: NemotronHConfig, implementation: str) -> LayeredDecoder:
-    """The decoder whose `OPS` run what is named, the others what they choose."""
-    named = dict.fromkeys(OPS, implementation)
+def with_ops(
+    config: NemotronHConfig, implementation: str, ops: Sequence[str] = OPS
+) -> LayeredDecoder:
+    """The decoder whose `ops` run what is named, the others what they choose."""
+    named = dict.fromkeys(ops, implementation)
     return LayeredDecoder(dataclasses.replace(config, implementation=named).decoder())
 
 
@@ -205,27 +208,33 @@ def measure(
     batches: Sequence[int],
     sizes: Sizes,
     limits: Ceilings,
+    ops: Sequence[str] = OPS,
 ) -> Iterator[dict[str, Any]]:
     """Draws the weights once and decodes at every batch size.
 
     Args:
       config: the model.
       name: of the model.
-      implementation: of `OPS`.
+      implementation: of `ops`; those that it does not reach choose for themselves.
       batches: rows B, each measured in turn.
       sizes: of the measurement.
       limits: what floors are computed from.
+      ops: out of `OPS`.
 
     Yields:
       One row a batch size: `ms` is the time from a row's token to its next, `None`
       where the tokens are wrong, with the reason in `note`.
     """
-    model = with_ops(config, implementation)
+    model = with_ops(config, implementation, ops)
+    required = [kernel for op, kernel in _KERNELS.items() if op in ops]
+    if implementation != "mosaic":
+        required = []
     start = time.perf_counter()
     parameters = jax.block_until_ready(model.init(jax.random.key(0)))
     seconds = time.perf_counter() - start
     for batch in batches:
-        row = _row(model, parameters, with_ops(config, "xla"), batch, sizes, limits)
+        models = model, with_ops(config, "xla")
+        row = _row(*models, parameters, batch, sizes, limits, required)
         yield {
             "op": "nemotron_decode",
             "workload": f"{name} batch {batch}, {sizes.slots} slots",
@@ -241,11 +250,12 @@ def measure(
 
 def _row(
     model: LayeredDecoder,
-    parameters: Parameters,
     plain: LayeredDecoder,
+    parameters: Parameters,
     batch: int,
     sizes: Sizes,
     limits: Ceilings,
+    required: Sequence[str],
 ) -> dict[str, Any]:
     empty = {"ms": None, "tokens_per_s": None, "share_of_limit": None}
     prompts = jax.random.randint(
@@ -259,12 +269,10 @@ def _row(
         call, about = _compile(model, parameters, filled, sizes.new)
     except NotImplementedError as error:
         return {**empty, "note": f"no speed: not available: {error}"}
-    if "mosaic" in about["runs"].get("ssd_step", ""):
-        try:
-            require_kernels(about.pop("text"), _KERNELS)
-        except KernelMissing as error:
-            return {**empty, **about, "note": f"no speed: {error}"}
-    about.pop("text", None)
+    try:
+        require_kernels(about.pop("text"), required)
+    except KernelMissing as error:
+        return {**empty, **about, "note": f"no speed: {error}"}
     tokens = np.asarray(call(parameters, _copy(filled))[1])
     few = min(batch, _CHECKED_ROWS)
     gap = logit_gap(

@@ -18,6 +18,7 @@ from jaxaccel.cache.recurrent import (
     RecurrentCacheOfLayer,
 )
 from jaxaccel.data.batch import ChunkStarts, ConvBorders, PackingMetadata
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
@@ -221,6 +222,7 @@ class Mamba2(nnx.Module):
         self.conv_implementation = implementation_of("causal_conv1d", implementation)
         self.ssd_implementation = implementation_of("ssd", implementation)
         self.step_implementation = implementation_of("ssd_step", implementation)
+        self.products = few_rows.named(implementation)
 
     @property
     def _borders(self) -> ConvBorders:
@@ -391,10 +393,23 @@ class Mamba2(nnx.Module):
         x: jax.Array,
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
-        """One token, see `__call__`; a padded row keeps its cache and gives zeros."""
-        xbc, z = self.xbc_proj(x)[:, 0], self.z_proj(x)[:, 0]
-        dt = self.dt_proj(x, out_dtype=jnp.float32)[:, 0]
+        """One token, see `__call__`; a padded row keeps its cache and gives zeros.
+
+        With a norm, x is the stream in front of it, and the result that behind.
+        """
+        is_few = few_rows.applies(self.products, x)
+        if is_few:
+            maps = (self.xbc_proj, self.dt_proj, self.z_proj)
+            dtypes = (self.dtype, jnp.float32, self.dtype)
+            xbc, dt, z = few_rows.project(
+                self.products, x, maps, norm=norm, out_dtypes=dtypes
+            )
+        else:
+            xbc, z = self.xbc_proj(x), self.z_proj(x)
+            dt = self.dt_proj(x, out_dtype=jnp.float32)
+        xbc, dt, z = (p[:, 0] for p in (xbc, dt, z))
         layer = Layer(
             conv_weight=self.conv_kernel[...].astype(self.dtype),
             conv_bias=self.conv_bias[...].astype(self.dtype),
@@ -431,7 +446,27 @@ class Mamba2(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        return self.out_proj(y[:, None]), new
+        y = y[:, None]
+        if is_few:
+            residual = None if norm is None else x
+            out = (self.out_proj,)
+            (y,) = few_rows.project(self.products, y, out, residual=residual)
+            return y, new
+        return self.out_proj(y), new
+
+    def added(
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        meta: PackingMetadata,
+        cache: RecurrentCache | RecurrentCacheOfLayer | None,
+        length: jax.Array | None,
+    ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
+        """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
+        if cache is not None and x.shape[1] == 1:
+            return self._step(x, meta, cache, norm)
+        y, cache = self(norm(x), meta, cache, length)
+        return x + y, cache
 
     def _out(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Gate, norm and output projection of y [B, T, H*V]."""

@@ -14,6 +14,7 @@ from jaxaccel.core.tree import split_model
 from jaxaccel.data.batch import ChunkStarts, ConvBorders, packing_metadata
 from jaxaccel.nn.implementation import normalize
 from jaxaccel.nn.mamba2 import Mamba2, Mamba2Config
+from jaxaccel.nn.norm import RMSNorm
 from jaxaccel.training.optim import decay_mask
 from pallas_kernels._common import hw
 from pallas_kernels._common.dispatch import recorded_choices
@@ -319,6 +320,33 @@ def test_a_kernel_moves_a_layers_part_where_it_is(build):
     same(rows(after.stacked, 1), cache)
     same(rows(after.stacked, 0), caches[0], atol=0)
     same(rows(rows(after.stacked, 1), 1), rows(caches[1], 1), atol=0)
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_few_rows_take_norm_and_sum_along(layer, x, stepped, time):
+    _, caches = stepped
+    module = nnx.eval_shape(
+        lambda: Mamba2(
+            CONFIG, D, implementation=normalize({"gemv": "xla"}), rngs=nnx.Rngs(0)
+        )
+    )
+    graphdef, _ = nnx.split(module)
+    norm = RMSNorm(D)
+    few, length = 3 * x[:, 6 : 6 + time], jnp.full((2,), 6, jnp.int32)
+
+    @jit
+    def added(state, x):
+        meta = packing_metadata(x.shape[:2], cached_length=length)
+        module = nnx.merge(graphdef, state)
+        return module.added(x, norm, meta, caches[6], length)
+
+    with recorded_choices() as choices:
+        y, cache = added(layer.state, few)
+    assert ("gemv" in {c.op for c in choices}) == (time == 1)
+    ones = jnp.ones((2, time), jnp.int32)
+    want, after, _ = layer.cached(norm(few), ones, caches[6], length)
+    same(y, few + want)
+    same(cache, after)
 
 
 @pytest.mark.parametrize("time", [1, 2])
