@@ -178,16 +178,26 @@ def _runs(plan: Plan, keys: Any, column: jax.Array | None = None) -> jax.Array:
 
 def _sum_before(counts: jax.Array, sums: Any) -> jax.Array:
     """Sums i32[128] over the threads in front of each."""
-    layout = indexed.index_layout()
-    sums.at[pl.ds(0, WARPGROUP)][...] = jnp.zeros_like(counts)
-    total, distance = counts, 1
+    begin = sums.at[pl.ds(WARPGROUP, WARPGROUP)]
+    nothing = jnp.zeros((WARPGROUP,), jnp.int32)
+    sums.at[pl.ds(0, WARPGROUP)][...] = plgpu.layout_cast(nothing, _strided(WARPGROUP))
+    begin[...] = counts
+
+    # In this layout, which reads one number a thread: the other one moves matrices,
+    # which lie at multiples of 16 bytes.
+    def read(ref):
+        return plgpu.load(ref, layout=_strided(WARPGROUP), optimized=False)
+
+    plgpu.commit_smem()
+    total, distance = read(begin), 1
     while distance < WARPGROUP:
-        sums.at[pl.ds(WARPGROUP, WARPGROUP)][...] = total
+        earlier = read(sums.at[pl.ds(WARPGROUP - distance, WARPGROUP)])
+        total = total + earlier
+        begin[...] = total
         plgpu.commit_smem()
-        earlier = sums.at[pl.ds(WARPGROUP - distance, WARPGROUP)]
-        total = total + plgpu.load(earlier, layout=layout, optimized=False)
         distance *= 2
-    return total - counts
+    through = plgpu.load(begin, layout=indexed.index_layout(), optimized=False)
+    return through - counts
 
 
 def _top_k_select_kernel(scores_ref, out_ref, keys, sums, *, plan: Plan):
