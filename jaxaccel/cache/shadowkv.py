@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxaccel.cache import low_rank, slot_map
+from jaxaccel.cache import low_rank, shadowkv_attend, slot_map
 from jaxaccel.cache.attend import decode_attention
 from jaxaccel.cache.choose import best, every
 from jaxaccel.cache.host_values import Tier, choose_tier, fetch
@@ -73,6 +73,8 @@ class ShadowKVCacheConfig(CachePolicy):
       fetch: implementation of `pallas_kernels.host_gather`, which reads them.
       landmarks: implementation of `pallas_kernels.landmark_scores`, which scores them.
       top_k: implementation of `pallas_kernels.top_k_select`, which takes the best.
+      attention: implementation of `pallas_kernels.sparse_decode_attention`, which
+        attends to them; `None` for gathers and one softmax.
       oversampling: see `low_rank.basis`.
       iterations: see `low_rank.basis`.
 
@@ -95,6 +97,7 @@ class ShadowKVCacheConfig(CachePolicy):
     fetch: Implementation | None = None
     landmarks: Implementation | None = None
     top_k: Implementation | None = None
+    attention: Implementation | None = None
     oversampling: int = 16
     iterations: int = 3
 
@@ -157,6 +160,8 @@ class ShadowKVCacheConfig(CachePolicy):
         if self.top_k is not None:
             scores = jax.ShapeDtypeStruct((1, *heads), jnp.float32)
             top_k_select.choose(scores, n.chosen, implementation=self.top_k)
+        if self.attention is not None:
+            shadowkv_attend.check(self, spec, max_length, self.attention)
 
     @property
     def _tier(self) -> Tier:
@@ -173,12 +178,13 @@ class ShadowKVCacheConfig(CachePolicy):
         if slots is None:
             slots = 2 * chosen if self._tier == "host" else 0
         width = spec.num_kv_heads * spec.head_dim
+        ring = self.local_window + 2 * self.chunk + self.refresh_every - 1
         return _Sizes(
             chunks=chunks,
             chosen=chosen,
             slots=slots and max(min(slots, chunks), chosen),
             outliers=min(self.num_outliers + self.generated_outliers, chunks),
-            ring=self.local_window + 2 * self.chunk + self.refresh_every - 1,
+            ring=-(-ring // self.chunk) * self.chunk,
             rank=self.rank or max(width * 5 // 32, 1),
         )
 
@@ -503,6 +509,12 @@ class ShadowKVCacheConfig(CachePolicy):
     ) -> tuple[jax.Array, jax.Array]:
         """As `CachePolicy.attend`: chosen chunks, outliers, and the ring."""
         assert selection is not None  # of `select`
+        in_ring = ring_positions(state["length"], state.size("ring_a")[1])
+        in_ring = (in_ring >= 0) & (in_ring >= state["seen_start"][:, None])
+        if self.attention is not None:
+            return shadowkv_attend.attend(
+                state, tokens, selection, spec, in_ring, self.attention
+            )
         c, ids = self.chunk, selection.ids
         batch, heads, _ = ids.shape
         k = self._chunk_keys(state, ids, spec)  # [B, G, N c, K]
@@ -515,8 +527,6 @@ class ShadowKVCacheConfig(CachePolicy):
         ring_k, ring_v = state["ring_k"], state["ring_v"]
         place = jnp.arange(out_k.shape[2], dtype=jnp.int32)
         is_outlier = place[None, :] < state["seen_outliers"][:, None]  # [B, O]
-        in_ring = ring_positions(state["length"], ring_k.shape[2])
-        in_ring = (in_ring >= 0) & (in_ring >= state["seen_start"][:, None])
 
         def per_head(x):
             return jnp.broadcast_to(x[:, None, :], (batch, heads, x.shape[-1]))

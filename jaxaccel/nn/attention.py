@@ -20,8 +20,9 @@ from jaxaccel.nn import few_rows
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
-from jaxaccel.nn.rope import RopeConfig, apply_rope
+from jaxaccel.nn.rope import RopeConfig, apply_rope, frequencies
 from pallas_kernels.attention import attention, choose, tiling
+from pallas_kernels.sparse_decode_attention import Rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,13 @@ class Rotation:
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[B, T, H, K] at positions i32[B, T], rotated."""
         return apply_rope(x, positions, self.rope)
+
+    def rotary(self, head_dim: int) -> Rotary | None:
+        """The same as kernels take it; `None` if some dimensions do not turn."""
+        per_position, factor = frequencies(self.rope, head_dim)
+        if 2 * per_position.size != head_dim:
+            return None
+        return Rotary(frequencies=tuple(per_position.tolist()), factor=factor)
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,8 @@ from jaxaccel.cache.full import DenseCacheConfig
 from jaxaccel.cache.layer_state import Tokens
 from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.shadowkv import ShadowKVCacheConfig
+from jaxaccel.nn.attention import Rotation
+from jaxaccel.nn.rope import RopeConfig
 from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels.landmark_scores import config as landmarks
@@ -272,7 +274,27 @@ def test_kernels_that_are_named_choose_the_same_chunks(monkeypatch):
         np.testing.assert_array_equal(chosen(named), want)
 
 
-@pytest.mark.parametrize("field", ["landmarks", "top_k"])
+@pytest.mark.parametrize("slots", [3, 0], ids=["slots", "values"])
+def test_the_op_attends_to_the_same(text, result, slots):
+    policy = dataclasses.replace(POLICY, attention="xla", slots=slots or None)
+    _, o, state = lt.run(policy, text, LENGTHS, COUNT)
+    assert state.v_slot.shape[2] == slots
+    np.testing.assert_allclose(o, result[1], atol=1e-5)
+
+
+def test_a_rotation_that_the_op_does_not_know_is_refused():
+    policy = dataclasses.replace(POLICY, attention="xla")
+    half = Rotation(RopeConfig(fraction=0.5))
+    for rotate in (half, lambda x, positions: x):
+        spec = dataclasses.replace(lt.SPEC, rotate=rotate)
+        with pytest.raises(
+            NotImplementedError, match="all dimensions of a key to turn"
+        ):
+            policy.check(spec, 72)
+    policy.check(PLAIN, 72)
+
+
+@pytest.mark.parametrize("field", ["landmarks", "top_k", "attention"])
 def test_a_kernel_that_cannot_choose_is_refused_before_anything_is_made(field):
     policy = dataclasses.replace(POLICY, **{field: "mosaic"})
     with (
