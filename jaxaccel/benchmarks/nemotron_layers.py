@@ -24,7 +24,10 @@ from pallas_kernels._common.bench import Ceilings, assert_close_on_device, digit
 KINDS = ("mamba", "attention", "moe")
 # Ops of the layers that have both implementations; norms choose for themselves, so that
 # routers read the same numbers.
-OPS = ("attention", "causal_conv1d", "grouped_matmul", "ssd", "ssd_step")
+OPS = (
+    *("attention", "causal_conv1d", "decode_attention", "gemv", "grouped_matmul"),
+    *("sort_dispatch", "ssd", "ssd_step"),
+)
 # The first tokens of a row, which no later one changes, are compared with "xla".
 _CHECKED = 256
 _RELATIVE = 2e-2
