@@ -1,9 +1,11 @@
 """Serving with a memory, token by token: each step's rows follow from the last token.
 
 No rows can be asked for ahead of a token that is not drawn yet, except by the device
-itself. "staged_sync" shows what a host costs that waits for the token, gathers, and
-copies. The steps read the text's own tokens, whatever was drawn, so that n-grams are
-those of real text; the caches hold zeros for what came before.
+itself, which so can read many tokens in one program. "staged_sync" shows what a host
+costs that waits for the token, gathers, and copies; "none_sync" what it costs to wait
+for each token without a memory, and to take the caches in and out of a program each
+time. The steps read the text's own tokens, whatever was drawn, so that n-grams are of
+real text; the caches hold zeros for what came before.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from pallas_kernels._common.bench import digits
 from pallas_kernels._common.dispatch import recorded_choices
 
 
-TIERS = ("none", "device", "zero_copy", "staged_sync")
+TIERS = ("none", "device", "zero_copy", "none_sync", "staged_sync")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,18 +84,34 @@ class Tier:
     runs: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def stepper(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """Jitted (cache, state, tokens i32[B], memory) -> (hidden, drawn, cache)."""
+def stepper(merge: Callable[..., Any], *, looped: bool) -> Callable[..., Any]:
+    """Jitted (cache, state, tokens, memory) -> (hidden [B, D], drawn i32[B], cache).
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(cache, state, tokens, *memory):
-        model = merge(state, *memory)
+    Args:
+      merge: of `Models`.
+      looped: tokens are i32[T, B], read one by one within the program; else i32[B].
+    """
+
+    def step(cache, model, tokens):
         ones = jnp.ones((tokens.shape[0], 1), jnp.int32)
         hidden, cache = read_tokens(model, tokens[:, None], ones, cache)
         best = jnp.argmax(model.unembed(hidden)[:, 0], axis=-1)
         return hidden[:, 0], best.astype(jnp.int32), cache
 
-    return step
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(cache, state, tokens, *memory):
+        model = merge(state, *memory)
+        if not looped:
+            return step(cache, model, tokens)
+
+        def one(carry, own):
+            return step(carry[2], model, own), None
+
+        shapes = jax.eval_shape(lambda cache: step(cache, model, tokens[0]), cache)
+        hidden, drawn = (jnp.zeros(x.shape, x.dtype) for x in shapes[:2])
+        return jax.lax.scan(one, (hidden, drawn, cache), tokens)[0]
+
+    return run
 
 
 def first_cache(merge: Callable[..., Any], state: Any, decoding: Decoding) -> Any:
@@ -105,7 +123,9 @@ def first_cache(merge: Callable[..., Any], state: Any, decoding: Decoding) -> An
         held = jnp.full_like(cache.length, decoding.held)
         return dataclasses.replace(cache, length=held)
 
-    return build(state)
+    # Committed, as what a program that reads pinned memory returns: the second call
+    # would be another program otherwise.
+    return jax.device_put(build(state), jax.local_devices()[0])
 
 
 def _padded(rows: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,17 +135,18 @@ def _padded(rows: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def one_round(tier: Tier, tokens: np.ndarray) -> None:
-    """Reads i32[T, B], a step a token."""
+    """Reads i32[T, B]; a call a token where the host waits for each."""
     start, hidden = time.perf_counter(), None
-    for row in tokens:
+    waits = tier.name.endswith("_sync")
+    for row in tokens if waits else (tokens,):
         memory = () if tier.memory is None else (tier.memory,)
         if isinstance(tier.memory, HostEngramMemory):
             pending = tier.memory.prefetch(row[:, None], history=tier.history)
             tier.history = pending.history
             memory = (tuple(_padded(*rows) for rows in pending.rows()),)
         hidden, drawn, tier.cache = tier.step(tier.cache, tier.state, row, *memory)
-        if isinstance(tier.memory, HostEngramMemory):
-            np.asarray(drawn)  # the host needs it for the next rows
+        if waits:
+            np.asarray(drawn)  # the next rows follow from it
     jax.block_until_ready(hidden)
     tier.seconds.append(time.perf_counter() - start)
     tier.outputs.append(hidden)
@@ -146,22 +167,24 @@ def tiers(
         for name in TIERS:
             if name not in names:
                 continue
-            merge, state = plain if name == "none" else memory
+            merge, state = plain if name.startswith("none") else memory
+            looped = not name.endswith("_sync")
             tier = Tier(
                 name=name,
-                step=stepper(merge),
+                step=stepper(merge, looped=looped),
                 state=state,
                 cache=first_cache(merge, state, decoding),
             )
             if name == "device":
-                tier.step, tier.memory = stepper(models.on_device()[0]), table
+                tier.step = stepper(models.on_device()[0], looped=True)
+                tier.memory = table
             elif name == "zero_copy":
                 assert on_host is not None
-                tier.step = stepper(models.zero_copy()[0])
+                tier.step = stepper(models.zero_copy()[0], looped=True)
                 tier.memory = on_host.result()
             elif name == "staged_sync":
                 assert on_host is not None
-                tier.step = stepper(models.gathered()[0])
+                tier.step = stepper(models.gathered()[0], looped=False)
                 store = HostTable(host_view(on_host.result()))
                 tier.memory = HostEngramMemory(
                     serving.engram, serving.decoder.vocab_size, [store]
@@ -218,17 +241,18 @@ def rows_of(
         / statistics.median(tier.seconds[1:])
         for tier in done
     }
-    first = next((tier for tier in done if tier.name != "none"), None)
+    first = next((t for t in done if not t.name.startswith("none")), None)
     rows = []
     for tier in done:
         off = None
-        if first is not None and tier.name not in ("none", first.name):
+        plain = tier.name.startswith("none")
+        if first is not None and not plain and tier.name != first.name:
             off = apart(tier.outputs, first.outputs)
         is_right = off is None or off <= TOLERANCE
         own = speeds[tier.name]
         loss = {
             f"loss_to_{name}": digits(1 - own / speeds[name], 3)
-            for name in ("none", "device")
+            for name in ("none", "device", "none_sync")
             if is_right and name in speeds and name != tier.name
         }
         rows.append(

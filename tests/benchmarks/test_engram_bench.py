@@ -142,6 +142,7 @@ def test_decoding_gives_the_tokens_hidden_states_from_each_tier(serving):
     names = ("device", "staged_sync")
     (rows,) = engram_decode.measure(serving, decoding, names)
     assert [row["note"] for row in rows] == ["", ""]
+    # One program for all tokens, and a call a token.
     assert rows[1]["apart"] < 1e-3
     assert "loss_to_device" in rows[1]
 
