@@ -121,6 +121,19 @@ def _nemotron(rows: Rows) -> str:
     return "; ".join(found)
 
 
+def _kv_cache(rows: Rows) -> str:
+    """Of each cache, the largest batch that was measured."""
+    largest = {row["method"]: row for row in rows if row["ms"]}
+    if not largest:
+        return ""
+    about = next(iter(largest.values()))
+    speeds = "; ".join(
+        f"{name} {row['tokens_per_s']:,.0f} tokens/s at {row['batch']} rows"
+        for name, row in largest.items()
+    )
+    return f"{about['layers']} layers at {about['context']:,} tokens: {speeds}"
+
+
 TECHNIQUES = (
     Technique(
         name="Root-mean-square norm, plain, zero-centred, gated",
@@ -229,9 +242,12 @@ TECHNIQUES = (
     ),
     Technique(
         name="Caches of long contexts by a plan: ShadowKV, Quest, SnapKV, H2O, pages",
-        state="`xla`; values on the host or the device; not measured yet",
+        state="`xla`; values on the host or the device; kernels by name",
         module="`jaxaccel.cache`",
         config="`experiments/kv_cache/`",
+        notebook="06_kv_caches",
+        file="kv_cache_h200",
+        figure=_kv_cache,
     ),
     Technique(
         name="Training step: scanned layers, chunked loss, donated state",
