@@ -248,12 +248,20 @@ def _case(spec: Spec) -> Case:
     from pallas_kernels._common.bench import Case
     from pallas_kernels.sparse_decode_attention import api
 
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))
+
+    def arguments(key: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(spec.arguments(key)))  # arrays alone
+
     def implementation(name: Any) -> Callable[..., Any]:
         op = functools.partial(api.sparse_decode_attention, implementation=name)
-        return run(spec, op)
+
+        def call(*leaves):
+            return run(spec, op)(*jax.tree.unflatten(jax.tree.structure(args), leaves))
+
+        return call
 
     def picked() -> str:
-        args = jax.eval_shape(spec.arguments, jax.random.key(0))
         choice = run(spec, api.choose)(*args)
         return str(choice.config or choice.implementation)
 
@@ -261,7 +269,7 @@ def _case(spec: Spec) -> Case:
     return Case(
         workload=f"{spec.name} B{spec.batch} {heads} {spec.chosen} of {spec.chunks}",
         dtype="bfloat16",
-        arguments=jax.jit(spec.arguments),
+        arguments=jax.jit(arguments),
         implementation=implementation,
         reference=implementation("reference"),
         picked=picked,
