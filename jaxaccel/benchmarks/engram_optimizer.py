@@ -247,38 +247,44 @@ def measure(
     """
     dy = jax.random.normal(jax.random.key(0), (bench.lookups, bench.width), jnp.float32)
     for name in implementations:
-        rows = []
-        sizes = [n for n in bench.sizes if name != "dense" or n <= bench.dense_rows]
-        # The largest first: it finds the device's memory whole.
-        contenders = [contend(bench, n, name, dy) for n in reversed(sizes)][::-1]
-        _time(bench, contenders, dy)
-        first: float | None = None
-        for contender in contenders:
-            rounds = contender.rounds_ms[1:]
-            ms = None if contender.note else statistics.median(rounds)
-            first = ms if first is None else first
-            rows.append(
-                {
-                    "subject": "optimizer",
-                    "op": f"table {bench.kind} step",
-                    "workload": f"{bench.lookups} Zipf({bench.exponent}) lookups of "
-                    f"{contender.num_rows} x {bench.width}",
-                    "implementation": name,
-                    "dtype": "float32",
-                    "table_rows": contender.num_rows,
-                    "unique_rows": contender.unique,
-                    "ms": None if ms is None else digits(ms),
-                    "ratio": digits(ms / first) if ms and first else None,
-                    "rounds_ms": [digits(x) for x in rounds],
-                    "temp_gib": digits(contender.temp_bytes / 2**30),
-                    "compile_s": digits(contender.compile_seconds),
-                    "timer": "host",
-                    "note": contender.note,
-                }
-            )
-            print({k: rows[-1][k] for k in ("workload", "implementation", "ms")})
-        del contenders
-        yield rows
+        yield _measure_one(bench, name, dy)
+
+
+def _measure_one(
+    bench: OptimizerBench, name: str, dy: jax.Array
+) -> list[dict[str, Any]]:
+    """The rows of an implementation; all of its tables are gone when it returns."""
+    rows = []
+    sizes = [n for n in bench.sizes if name != "dense" or n <= bench.dense_rows]
+    # The largest first: it finds the device's memory whole.
+    contenders = [contend(bench, n, name, dy) for n in reversed(sizes)][::-1]
+    _time(bench, contenders, dy)
+    first: float | None = None
+    for contender in contenders:
+        rounds = contender.rounds_ms[1:]
+        ms = None if contender.note else statistics.median(rounds)
+        first = ms if first is None else first
+        rows.append(
+            {
+                "subject": "optimizer",
+                "op": f"table {bench.kind} step",
+                "workload": f"{bench.lookups} Zipf({bench.exponent}) lookups of "
+                f"{contender.num_rows} x {bench.width}",
+                "implementation": name,
+                "dtype": "float32",
+                "table_rows": contender.num_rows,
+                "unique_rows": contender.unique,
+                "ms": None if ms is None else digits(ms),
+                "ratio": digits(ms / first) if ms and first else None,
+                "rounds_ms": [digits(x) for x in rounds],
+                "temp_gib": digits(contender.temp_bytes / 2**30),
+                "compile_s": digits(contender.compile_seconds),
+                "timer": "host",
+                "note": contender.note,
+            }
+        )
+        print({k: rows[-1][k] for k in ("workload", "implementation", "ms", "note")})
+    return rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
