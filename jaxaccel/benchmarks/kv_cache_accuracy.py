@@ -51,7 +51,7 @@ class Asked:
     """A cache and what is varied.
 
     Attributes:
-      sweep: one of `SWEEPS`.
+      sweep: one of `SWEEPS`, or "dense".
       method: the cache's name.
       policy: the cache.
       setting: value of what the sweep varies.
@@ -128,8 +128,8 @@ def plan(config: RulerBenchConfig, sweeps: Sequence[str]) -> Iterator[Asked]:
     def one(sweep: str, setting: float, policy: CachePolicy, name: str = "shadowkv"):
         return Asked(sweep=sweep, method=name, policy=policy, setting=setting)
 
-    if "budget" in sweeps or "places" in sweeps:
-        yield one("budget", 1.0, DenseCacheConfig(), "dense")
+    # Whatever is varied, dense attention says first which tasks mean something.
+    yield one("dense", 1.0, DenseCacheConfig(), "dense")
     if "budget" in sweeps:
         for share in config.budgets:
             for name, policy, is_aware in methods(config, _whole(share * context, 8)):

@@ -96,12 +96,12 @@ def asker():
 def test_a_budget_for_everything_loses_nothing(asker):
     task, asker = asker
     dense = kv_cache_accuracy.Asked(
-        sweep="budget", method="dense", policy=DenseCacheConfig(), setting=1.0
+        sweep="dense", method="dense", policy=DenseCacheConfig(), setting=1.0
     )
     plan = list(kv_cache_accuracy.plan(task, ["budget"]))
     assert plan[0] == dense
     policy = kv_cache_accuracy.shadowkv(task, 32, rank=8)
-    whole = dataclasses.replace(dense, method="shadowkv", policy=policy)
+    whole = dataclasses.replace(dense, sweep="budget", method="shadowkv", policy=policy)
     few = dataclasses.replace(
         whole, policy=kv_cache_accuracy.shadowkv(task, 8, rank=2), is_aware=True
     )
