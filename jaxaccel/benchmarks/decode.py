@@ -1,10 +1,10 @@
 """`jaxaccel bench decode`: what each step of making decoding fast is worth.
 
-A model with random weights continues random prompts greedily, step after step of
-`decoding.waterfall`, in one process. A step whose tokens are not those of the first
-one has no speed. Beside the speeds stands the limit of this card: the time a copy
-would take that moves the weights, states, keys and values that a token must read and
-write, at the copy bandwidth that the same run measures.
+A model continues prompts greedily, step after step of `decoding.waterfall`, in one
+process: random ones with random weights, or held-out text with those of a run. A step
+whose tokens are not those of the first one has no speed. Beside the speeds stands the
+limit of this card: the time a copy would take that moves the weights, states, keys and
+values that a token must read and write, at the bandwidth that the same run measures.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
       the step could not run or was wrong, with the reason in `note`.
     """
     limits = ceilings()
-    weights = Weights.random(config)
+    is_trained = config.checkpoint is not None
+    weights = Weights.trained(config) if is_trained else Weights.random(config)
     plan = settings(config, refusals(config))
     built, expected = _prepare(config, weights, plan)
     for batch in config.batches:
@@ -165,15 +166,7 @@ def _prepare(
       By batch and step the launch, of each step that is available; and by batch the
       first step's tokens and logits.
     """
-    prompts = {
-        batch: jax.random.randint(
-            jax.random.fold_in(jax.random.key(config.seed), batch),
-            (batch, config.prompt_length),
-            0,
-            weights.config.vocab_size,
-        )
-        for batch in config.batches
-    }
+    prompts = {batch: weights.prompts(config, batch) for batch in config.batches}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # Once, before the programs that begin from it.
         list(pool.map(lambda x: prefill(weights, x, config), prompts.values()))
@@ -248,6 +241,7 @@ def _about(
         "implementation": step.step,
         "dtype": weights.config.dtype,
         "parameters": weights.num_parameters,
+        "weights": "random" if weights.tokenizer is None else "trained",
         "batch": batch,
         "ms": None,
         "tokens_per_s": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -17,6 +18,8 @@ from jaxaccel.benchmarks.guards import implementations_used, kernels_in
 from jaxaccel.cache.decoder import DecoderCache
 from jaxaccel.core.tree import flatten_state, num_stacked_axes, unflatten_state
 from jaxaccel.data.batch import packing_metadata
+from jaxaccel.data.pipeline import DataConfig
+from jaxaccel.data.sources import StdlibSource, split_documents
 from jaxaccel.decoding import speculative
 from jaxaccel.decoding.generate import Draw, row_keys
 from jaxaccel.decoding.layer_loop import read_tokens
@@ -25,6 +28,7 @@ from jaxaccel.decoding.waterfall import DecodeBenchConfig, Settings, unknown_ops
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.decoder import Decoder, init_decoder
 from jaxaccel.nn.implementation import OPS
+from jaxaccel.training.checkpoint import load_checkpoint_model
 from pallas_kernels._common.dispatch import recorded_choices
 
 
@@ -33,15 +37,17 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """One set of random weights; models of several layouts are made of it.
+    """One set of weights; models of several layouts are made of it.
 
     Attributes:
       config: the model, its layers scanned.
       state: its parameters.
+      tokenizer: of a run that trained them; `None` for random ones.
     """
 
     config: DecoderConfig
     state: Any
+    tokenizer: Any = None
 
     @classmethod
     def random(cls, config: DecodeBenchConfig) -> Self:
@@ -49,6 +55,51 @@ class Weights:
         decoder = config.model.decoder()
         _, state = nnx.split(init_decoder(decoder, config.seed))
         return cls(config=decoder, state=state)
+
+    @classmethod
+    def trained(cls, config: DecodeBenchConfig) -> Self:
+        """Reads those of `config.checkpoint`, as the benchmark's model keeps them.
+
+        Raises:
+          ValueError: the checkpoint is of another model.
+        """
+        assert config.checkpoint is not None
+        decoder = config.model.decoder()
+        model, tokenizer = load_checkpoint_model(config.checkpoint)
+        template = nnx.split(_abstract(decoder))[1]
+        wanted, found = flatten_state(template), flatten_state(nnx.split(model)[1])
+        for name in sorted({*wanted, *found}):
+            shapes = [x[name].shape if name in x else None for x in (found, wanted)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{config.checkpoint} is of another model: its {name} is "
+                    f"{shapes[0]}, that of {type(config.model).__name__} {shapes[1]}"
+                )
+        arrays = {name: x.astype(wanted[name].dtype) for name, x in found.items()}
+        state = unflatten_state(template, arrays)
+        return cls(config=decoder, state=state, tokenizer=tokenizer)
+
+    def prompts(self, config: DecodeBenchConfig, batch: int) -> jax.Array:
+        """i32[B, T]: random tokens, or for trained weights text that they never read.
+
+        Raises:
+          ValueError: there are fewer texts of this length than rows.
+        """
+        shape = (batch, config.prompt_length)
+        if self.tokenizer is None:
+            key = jax.random.fold_in(jax.random.key(config.seed), batch)
+            return jax.random.randint(key, shape, 0, self.config.vocab_size)
+        held_out = DataConfig().heldout_fraction
+        texts = split_documents(StdlibSource(), "heldout", held_out)
+        tokens = (self.tokenizer.encode(text.text) for text in texts)
+        long = (x[: shape[1]] for x in tokens if len(x) >= shape[1])
+        rows = list(itertools.islice(long, batch))
+        if len(rows) < batch:
+            raise ValueError(
+                f"{len(rows)} held-out texts have prompt_length={shape[1]} tokens, "
+                f"batch={batch} needs as many"
+            )
+        return jnp.asarray(np.stack(rows), jnp.int32)
 
     @property
     def model(self) -> Decoder:

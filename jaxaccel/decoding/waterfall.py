@@ -31,7 +31,10 @@ class DecodeBenchConfig:
     """What `jaxaccel bench decode` measures.
 
     Attributes:
-      model: a model's config, such as `@Qwen3_5TextConfig()`; weights are random.
+      model: a model's config, such as `@Qwen3_5TextConfig()`.
+      checkpoint: folder of a run that trained it, whose weights continue held-out files
+        of the standard library; `None` for random weights and prompts. No time depends
+        on that but the last step's, whose drafts must be right to be worth anything.
       steps: names of `STEPS`, in their order. "op_by_op": every operation is a launch
         of its own (`jax.disable_jit`), the layers a Python loop, all ops "xla".
         "jit": one program a token, the same loop inside. "scan": the layers are
@@ -64,6 +67,7 @@ class DecodeBenchConfig:
     """
 
     model: Any
+    checkpoint: str | None = None
     steps: tuple[str, ...] = STEPS
     batches: tuple[int, ...] = (1, 8, 64)
     prompt_length: int = 128

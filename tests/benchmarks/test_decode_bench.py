@@ -15,8 +15,11 @@ import pallas_kernels
 from jaxaccel import benchmarks
 from jaxaccel.benchmarks import decode, decode_programs, guards
 from jaxaccel.config.gin_utils import ConfigError, load_config
+from jaxaccel.data.pipeline import DataConfig
+from jaxaccel.data.sources import StdlibSource, split_documents
+from jaxaccel.data.tokenizer import ByteTokenizer
 from jaxaccel.decoding.waterfall import STEPS, DecodeBenchConfig, settings
-from jaxaccel.models.decoder import Decoder
+from jaxaccel.models.decoder import Decoder, init_decoder
 from jaxaccel.models.describe import describe
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
@@ -306,6 +309,31 @@ def test_the_implementations_of_a_run_are_told_once():
         "a": "mosaic Config(x=1)",
         "b": "xla, reference",
     }
+
+
+def test_weights_of_a_run_continue_text_that_it_never_read(monkeypatch):
+    model = Qwen3_5TextConfig.tiny(vocab_size=260)
+    config = tiny(model=model, checkpoint="runs/x", steps=("jit",), prompt_length=40)
+    decoder = dataclasses.replace(model.decoder(), param_dtype="float32")
+    trained = init_decoder(decoder, 3), ByteTokenizer()
+    monkeypatch.setattr(decode_programs, "load_checkpoint_model", lambda _: trained)
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(model, param_dtype="bfloat16")
+    )
+    weights = decode_programs.Weights.trained(config)
+    dtypes = [x.dtype for x in jax.tree.leaves(weights.state)]
+    assert dtypes == [x.dtype for x in jax.tree.leaves(shapes_of(config).state)]
+    assert dtypes != [x.dtype for x in jax.tree.leaves(nnx.split(trained[0])[1])]
+    prompts = np.asarray(weights.prompts(config, 3))
+    assert prompts.shape == (3, 40)
+    texts = split_documents(StdlibSource(), "heldout", DataConfig().heldout_fraction)
+    first = next(x.text for x in texts if len(x.text.encode()) >= 40)
+    assert ByteTokenizer().decode(prompts[0]) == first.encode()[:40].decode()
+    with pytest.raises(ValueError, match="prompt_length=1000000000"):
+        weights.prompts(dataclasses.replace(config, prompt_length=10**9), 1)
+    other = tiny(model=Qwen3_5TextConfig.tiny(vocab_size=261), checkpoint="runs/x")
+    with pytest.raises(ValueError, match=r"runs/x is of another model: its embed.*260"):
+        decode_programs.Weights.trained(other)
 
 
 @pytest.mark.parametrize(
