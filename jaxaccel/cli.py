@@ -171,10 +171,11 @@ def _parser() -> argparse.ArgumentParser:
         "--stream", action="store_true", help="print while tokens are drawn"
     )
     _add_gin_options(generate)
-    generate.description += (
-        " What its attention layers keep may be set by gin: a file's SampleConfig.cache"
-        ", such as that of experiments/kv_cache/shadowkv.gin, or without a file "
-        "bindings of CachePlanConfig."
+    generate.description = (
+        "Continue prompts with a trained model. What its attention layers keep may be "
+        "set by gin: a file's SampleConfig.cache, such as that of "
+        "experiments/kv_cache/shadowkv.gin, or without a file bindings of "
+        "CachePlanConfig."
     )
 
     describe = add("describe", _describe, "Say what a model consists of and costs.")

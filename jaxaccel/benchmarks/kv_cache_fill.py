@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccel.cache.full import FullState
-from jaxaccel.cache.layer_state import LayerState, is_on_host
+from jaxaccel.cache.layer_state import is_on_host
 from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.policy import CachePolicy
 from jaxaccel.cache.quest import QuestCacheConfig, QuestState
@@ -60,59 +60,64 @@ def fill(cache: PolicyCache, context: int, seed: int) -> PolicyCache:
         for layer in range(layers):
             # A row at a time: no second copy of anything large is ever alive.
             for row in range(getattr(state, name).shape[1]):
-                state = _draw(state, of_name, name, layer, row)
-    state = _settle(policy, state, context)
+                array = _draw(
+                    getattr(state, name), of_name, layer, row, _SPREAD.get(name, 1.0)
+                )
+                state = dataclasses.replace(state, **{name: array})
+    state = dataclasses.replace(state, **_settled(policy, state, context))
     return dataclasses.replace(cache, states=(state,)).as_mode("decode")
 
 
-@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _draw(state: Any, key: jax.Array, name: str, layer: Any, row: Any) -> Any:
+@functools.partial(jax.jit, donate_argnums=0)
+def _draw(
+    array: jax.Array, key: jax.Array, layer: Any, row: Any, spread: Any
+) -> jax.Array:
     """Random numbers in one row of one layer's array."""
-    array = getattr(state, name)
     key = jax.random.fold_in(jax.random.fold_in(key, layer), row)
     drawn = jax.random.bits(key, array.shape[2:], jnp.uint16)
     # Even numbers of deviation 1 are as good here, and cheap.
     number = drawn.astype(jnp.float32) * (12**0.5 / 65536) - 3**0.5
-    number = number * _SPREAD.get(name, 1.0)
-    block = number[None, None].astype(array.dtype)
+    block = (number * spread)[None, None].astype(array.dtype)
     if is_on_host(array):
         block = jax.device_put(block, jax.memory.Space.Host)
     at = (jnp.int32(layer), jnp.int32(row), *[jnp.int32(0)] * (array.ndim - 2))
-    written = jax.lax.dynamic_update_slice(array, block, at)
-    return dataclasses.replace(state, **{name: written})
+    return jax.lax.dynamic_update_slice(array, block, at)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=1)
-def _settle(
+def _settled(
     policy: CachePolicy, state: FullState | ShadowKVState, context: int
-) -> LayerState:
-    """Sets what is no random number: lengths, places, bounds of pages."""
-    arrays: dict[str, Any] = {"length": jnp.full_like(state.length, context)}
+) -> dict[str, jax.Array]:
+    """What is no random number: lengths, places, bounds of pages."""
+    arrays = {"length": jnp.full_like(state.length, context)}
     if isinstance(state, QuestState) and isinstance(policy, QuestCacheConfig):
-        state = _page_bounds(state, policy.page, context)
+        low, high = _page_bounds(state.low, state.high, state.k, policy.page, context)
+        arrays |= {"low": low, "high": high}
     if isinstance(state, ShadowKVState) and isinstance(policy, ShadowKVCacheConfig):
         arrays |= _shadowkv_places(policy, state, context)
-    return dataclasses.replace(state, **arrays)
+    return arrays
 
 
-def _page_bounds(state: QuestState, page: int, context: int) -> QuestState:
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=(0, 1))
+def _page_bounds(
+    low: jax.Array, high: jax.Array, k: jax.Array, page: int, context: int
+) -> tuple[jax.Array, jax.Array]:
     """The smallest and largest keys of the pages that are full."""
+    layers, batch = k.shape[:2]
     full = context // page
 
-    def one(i, state):
-        layer, row = i // state.k.shape[1], i % state.k.shape[1]
-        k = state.k[layer, row, :, : full * page]
-        k = k.reshape(k.shape[0], full, page, k.shape[-1])
+    def one(i, bounds):
+        layer, row = i // batch, i % batch
+        keys = k[layer, row, :, : full * page]
+        keys = keys.reshape(keys.shape[0], full, page, keys.shape[-1])
 
-        def put(name, bound):
-            array = getattr(state, name)
+        def put(array, bound):
             at = (layer, row, 0, 0, 0)
             return jax.lax.dynamic_update_slice(array, bound[None, None], at)
 
-        low, high = put("low", k.min(axis=2)), put("high", k.max(axis=2))
-        return dataclasses.replace(state, low=low, high=high)
+        low, high = bounds
+        return put(low, keys.min(axis=2)), put(high, keys.max(axis=2))
 
-    return jax.lax.fori_loop(0, state.k.shape[0] * state.k.shape[1], one, state)
+    return jax.lax.fori_loop(0, layers * batch, one, (low, high))
 
 
 def _shadowkv_places(
