@@ -150,6 +150,8 @@ def refusal(sizes: Sizes, dtype: Any, scale: float | None) -> str | None:
         )
     if sizes.length < 64:
         return f"S = {sizes.length}, the kernel has at least 64"
+    if not sizes.page and sizes.length % 8:
+        return f"S = {sizes.length}, the kernel has multiples of 8: copies take 8 rows"
     if scale is not None and not scale > 0:
         return f"scale = {scale}, the kernel has more than 0"
     return None

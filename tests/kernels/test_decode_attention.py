@@ -276,6 +276,7 @@ def test_launch_parameters_fit_and_are_the_same_for_any_batch(spec):
         ({"heads": 34}, "17 query heads"),
         ({"page": 24, "length": 192}, "pages of 24 tokens"),
         ({"length": 60}, "S = 60"),
+        ({"length": 324}, "S = 324, the kernel has multiples of 8"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_said(changes, message):
@@ -296,7 +297,7 @@ def test_launch_parameters_that_do_not_fit_are_said():
         with pytest.raises(NotImplementedError, match="step_kv=128 and pages of 192"):
             mosaic(paged, config=Config(step_kv=128))
         assert mosaic(paged).config.step_kv == 64
-        small = dataclasses.replace(spec, length=100)
+        small = dataclasses.replace(spec, length=104)
         with pytest.raises(NotImplementedError, match="at least step_kv = 128"):
             mosaic(small, config=Config(step_kv=128))
         assert mosaic(small).config.step_kv == 64
