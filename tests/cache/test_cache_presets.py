@@ -36,4 +36,6 @@ def test_every_policy_has_a_file():
         for policy in (plan.policy, *(policy for _, policy in plan.layers))
     }
     known = {name for name in _HOME if name.endswith("CacheConfig")}
-    assert named == known == {cls.__name__ for cls in CachePolicy.__subclasses__()}
+    policies = {cls.__name__ for cls in CachePolicy.__subclasses__()}
+    # Benchmarks have some for themselves.
+    assert named == known == {name for name in policies if not name.startswith("_")}
