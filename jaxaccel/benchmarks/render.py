@@ -161,7 +161,7 @@ TECHNIQUES = (
     Technique(
         name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
         "self-speculation",
-        state="`reference`, `xla`, `mosaic`",
+        state="`reference`, `xla`, `mosaic`; `gemv` and `decode_attention` by name",
         module="`jaxaccel.decoding`",
         config="`experiments/gdn/decode.gin`",
         file="gated_delta_step_h200",
@@ -172,7 +172,7 @@ TECHNIQUES = (
         state="`reference`, `xla`, `mosaic` grouped products; fused ones by name",
         module="`jaxaccel.nn.MoE`, `jaxaccel.nn.LatentMoE`",
         config="`experiments/moe/`",
-        notebook="01_quickstart",
+        notebook="04_latent_moe",
         file="grouped_matmul_h200",
         figure=_beside_peers("nemotron3_super_up M180224 K1024 N2688 E512 forward"),
     ),
