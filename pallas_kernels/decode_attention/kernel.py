@@ -78,7 +78,11 @@ class Plan:
 
     @property
     def box(self) -> int:
-        """Rows of queries that are copied for an item: whole tiles of shared memory."""
+        """Rows of queries that are copied for an item: whole tiles of shared memory.
+
+        Copies begin at whole tiles, too: from anywhere else they bring zeros for what
+        lies in the next one. So each row and kv head has `row_blocks` boxes.
+        """
         return min(ROWS, -(-self.rows // 8) * 8)
 
     @property
@@ -117,6 +121,7 @@ class Item:
 
     Attributes:
       row, kv_head: i32 scalars.
+      pair: of its row and kv head, among all.
       first_row: of its queries among all queries.
       first_of_pair: how many queries of its row and kv head come before these.
       unit: which unit of the row.
@@ -126,6 +131,7 @@ class Item:
 
     row: jax.Array
     kv_head: jax.Array
+    pair: jax.Array
     first_row: jax.Array
     first_of_pair: jax.Array
     unit: jax.Array
@@ -169,9 +175,10 @@ def _items(plan: Plan, refs: dict[str, Any], body: Callable[..., Any], carry: An
         begin = lax.select(begin < 0, begin + blocks, begin)
 
         def item(i, carry):
-            unit, pair = tc.split_index(begin + i * blocks, plan.items_per_unit)
+            unit, inside = tc.split_index(begin + i * blocks, plan.items_per_unit)
             unit = first_unit + unit
-            kv_head, row_block = tc.split_index(pair, plan.row_blocks)
+            kv_head, row_block = tc.split_index(inside, plan.row_blocks)
+            pair = b * plan.sizes.kv_heads + kv_head
             first_of_pair = row_block * ROWS
             first_tile = jnp.maximum(
                 unit * per_unit, lax.div(low, jnp.int32(config.step_kv))
@@ -180,8 +187,8 @@ def _items(plan: Plan, refs: dict[str, Any], body: Callable[..., Any], carry: An
             here = Item(
                 row=b,
                 kv_head=kv_head,
-                first_row=(b * plan.sizes.kv_heads + kv_head) * plan.rows
-                + first_of_pair,
+                pair=pair,
+                first_row=pair * plan.rows + first_of_pair,
                 first_of_pair=first_of_pair,
                 unit=unit,
                 first_tile=first_tile,
@@ -203,11 +210,6 @@ def _start_of(plan: Plan, tile: jax.Array) -> jax.Array:
     if plan.sizes.page:
         return start
     return jnp.minimum(start, plan.sizes.length - plan.config.step_kv)
-
-
-def _first_query(plan: Plan, item: Item) -> jax.Array:
-    """Where the box of queries begins: further ahead where it would leave the array."""
-    return jnp.minimum(item.first_row, plan.total_rows - plan.box)
 
 
 def _copy_tile(plan: Plan, refs, smem, w: int, name: str, item: Item, tile, n) -> None:
@@ -262,7 +264,7 @@ def _feed(plan: Plan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
                 plgpu.barrier_wait(smem["q_free"].at[at])
 
             plgpu.copy_gmem_to_smem(
-                refs["q"].at[pl.ds(_first_query(plan, here), plan.box)],
+                refs["q"].at[here.pair, pl.ds(here.first_of_pair, plan.box)],
                 smem["q"].at[at, pl.ds(0, plan.box)],
                 smem["q_full"].at[at],
             )
@@ -335,10 +337,9 @@ def _allowed(plan: Plan, item: Item, tile, held) -> jax.Array:
     time = plan.sizes.time
     if time == 1:
         return seen
-    # Rows that are no queries of this item have any place.
-    before = item.first_row - _first_query(plan, item)
-    query = tc.index(shape, 0) + (item.first_of_pair - before)
-    query = lax.div(jnp.maximum(query, 0), jnp.int32(plan.sizes.group))
+    # Rows that are no queries have any place.
+    query = tc.index(shape, 0) + item.first_of_pair
+    query = lax.div(query, jnp.int32(plan.sizes.group))
     token = tc.index(shape, 1) + _start_of(plan, tile)
     place = query + (item.stop - time)
     seen = seen & (token <= place)
@@ -463,10 +464,9 @@ def _write(plan: Plan, refs, w, item: Item, sums) -> None:
     nothing = l == 0.0
     inverse = jnp.where(nothing, 0.0, 1.0 / l)
     log_total = jnp.where(nothing, -jnp.inf, m + jnp.log(l) * flash.LOG2_E)
-    before = item.first_row - _first_query(plan, item)
     count = jnp.minimum(plan.rows - item.first_of_pair, ROWS)
     start = item.first_row * plan.parts + item.unit * plan.config.warpgroups + w
-    where = {"start": start, "stride": plan.parts, "low": before, "count": count}
+    where = {"start": start, "stride": plan.parts, "low": jnp.int32(0), "count": count}
     put_rows(refs["o"], acc * tc.per_row(inverse, acc.shape), **where)
     put_rows(refs["lse"], tc.per_row(log_total, (ROWS, STATS)), **where)
 
@@ -504,8 +504,8 @@ def _parts(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
     Args:
       plan: of the launch.
-      inputs: q [rows, K]; k, v of four axes; lengths i32[B]; table i32[B, N] if there
-        are pages, first i32[1] if there are layers.
+      inputs: q [B G, rows, K], rows of whole boxes; k, v of four axes; lengths i32[B];
+        table i32[B, N] if there are pages, first i32[1] if there are layers.
 
     Returns:
       o f32[rows * parts + 64, K] and the base 2 logarithm of the sums, f32[rows *
@@ -661,10 +661,10 @@ def decode_attention(
         config=config,
     )
     grouped = (sizes.batch, sizes.time, sizes.kv_heads, sizes.group)
-    rows = jnp.swapaxes(q.reshape(*grouped, -1), 1, 2).reshape(plan.total_rows, -1)
-    # A box of queries may begin anywhere, but must lie inside of the array.
-    if (missing := plan.box - plan.total_rows) > 0:
-        rows = jnp.pad(rows, ((0, missing), (0, 0)))
+    rows = jnp.swapaxes(q.reshape(*grouped, -1), 1, 2)
+    rows = rows.reshape(-1, plan.rows, sizes.head_dim)
+    missing = plan.row_blocks * plan.box - plan.rows
+    rows = jnp.pad(rows, ((0, 0), (0, missing), (0, 0)))
     inputs = {"q": rows, "k": k, "v": v, "lengths": lengths}
     first = jnp.int32(0)
     if layer is not None:

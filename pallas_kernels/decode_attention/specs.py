@@ -145,6 +145,17 @@ SPECS = (
         layers=2,
         sinks=True,
     ),
+    # Queries that are no whole tiles of 8 rows, nor begin at them.
+    Spec(
+        name="ci_kernel_group_3",
+        tag="ci",
+        batch=3,
+        heads=6,
+        kv_heads=2,
+        length=72,
+        dim=64,
+        lengths=(70, 3, 72),
+    ),
     # 72 rows of queries, which is more than one product has.
     Spec(
         name="ci_kernel_tokens",
@@ -203,6 +214,9 @@ SPECS = (
         for page, heads_first in ((16, False), (64, True), (256, False))
     ),
     Spec(tag="model", batch=2, length=16384, lengths=(9001, 16384), **_LLAMA),
+    # Groups that are no whole tiles of 8 queries, nor divide one.
+    Spec(name="group_6", tag="model", batch=3, heads=12, kv_heads=2, length=320),
+    Spec(tag="model", batch=3, time=3, length=1000, lengths=(1000, 2, 77), **_LLAMA),
     Spec(
         name="mha",
         tag="model",

@@ -236,9 +236,12 @@ def test_more_parts_than_are_joined_at_a_time():
 
 # A width, a page, a kind of mask and of cache each.
 LOWERED = [
-    spec
-    for spec in specs.specs("model")
-    if spec.dim != 128 or spec.time > 1 or spec.page == 16
+    *KERNELS,
+    *(
+        spec
+        for spec in specs.specs("model")
+        if spec.dim != 128 or spec.time > 1 or spec.page == 16
+    ),
 ]
 
 
