@@ -64,7 +64,7 @@ def choose(
     elif reason := configs.refusal(**sizes, dtypes=dtypes):
         refused["mosaic"] = reason
     else:
-        config = configs.pick(**sizes, sms=hw.device().sms)
+        config = configs.pick(**sizes, gated=swiglu, sms=hw.device().sms)
     return select(
         "gemv", implementation, refused, only_named=_ONLY_NAMED, config=config
     )

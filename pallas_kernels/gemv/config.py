@@ -40,10 +40,8 @@ class Config:
             raise ValueError(f"burst={self.burst}, allowed are positive numbers")
 
 
-# What a tuning run tries.
-CANDIDATES = tuple(
-    Config(columns=columns, burst=burst) for columns in COLUMNS for burst in (8, 16, 32)
-)
+# Registers of a thread: for its sums, and for what it has asked for.
+SUMS, LOADS = 64, 128
 
 
 def strip(width: int, columns: int) -> int:
@@ -53,39 +51,48 @@ def strip(width: int, columns: int) -> int:
     return columns
 
 
-def heuristic(*, depth: int, widths: Sequence[int], rows: int, sms: int) -> Config:
+def heuristic(
+    *, depth: int, widths: Sequence[int], rows: int, gated: bool, sms: int
+) -> Config:
     """The division of sizes that were not measured.
 
     Args:
       depth: K.
-      widths: N of each weight.
+      widths: N of each result.
       rows: M.
+      gated: whether a result has two weights.
       sms: of the card.
 
     Returns:
       The widest strips that leave no SM without one, for they read whole sectors of
-      memory; and as many loads in flight as registers allow.
+      memory, and whose sums fit the registers; and as many loads in flight as fit
+      beside them.
     """
+    weights = 2 if gated else 1
     columns = COLUMNS[0]
     for wider in COLUMNS[1:]:
-        if sum(n // strip(n, wider) for n in widths) >= sms:
+        strips = sum(n // strip(n, wider) for n in widths)
+        if strips >= sms and weights * wider * rows <= SUMS:
             columns = wider
-    loads = columns // PIECE
-    burst = max(1, min(-(-depth // WARPGROUP), (16 if rows <= 2 else 8) // loads * 2))
+    registers = weights * columns // 2  # of one row's loads
+    burst = max(1, min(-(-depth // WARPGROUP), LOADS // registers))
     return Config(columns=columns, burst=burst)
 
 
-def table_key(*, depth: int, widths: Sequence[int], rows: int) -> str:
+def table_key(*, depth: int, widths: Sequence[int], rows: int, gated: bool) -> str:
     """The key of a call in `tuned/<device>/gemv.json`."""
-    return tuning.key(depth=depth, widths="+".join(map(str, widths)), rows=rows)
+    sizes = "+".join(map(str, widths)) + ("*2" if gated else "")
+    return tuning.key(depth=depth, widths=sizes, rows=rows)
 
 
-def pick(*, depth: int, widths: Sequence[int], rows: int, sms: int) -> Config:
+def pick(
+    *, depth: int, widths: Sequence[int], rows: int, gated: bool, sms: int
+) -> Config:
     """The measured division where there is one, else the heuristic's."""
-    found = tuning.lookup("gemv", table_key(depth=depth, widths=widths, rows=rows))
-    if found is not None:
+    sizes = {"depth": depth, "widths": widths, "rows": rows, "gated": gated}
+    if (found := tuning.lookup("gemv", table_key(**sizes))) is not None:
         return Config(columns=found["columns"], burst=found["burst"])
-    return heuristic(depth=depth, widths=widths, rows=rows, sms=sms)
+    return heuristic(**sizes, sms=sms)
 
 
 def refusal(

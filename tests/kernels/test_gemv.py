@@ -101,7 +101,7 @@ def test_the_kernel_lowers_for_the_card(name):
 
 
 def test_strips_leave_no_sm_without_work():
-    pick = functools.partial(config.heuristic, rows=1, sms=132)
+    pick = functools.partial(config.heuristic, rows=1, gated=False, sms=132)
     assert pick(depth=2816, widths=(1024,)).columns == 8
     assert pick(depth=1024, widths=(2048, 1024, 8, 8)).columns == 16
     assert pick(depth=4096, widths=(14336,)).columns == 32
@@ -109,6 +109,22 @@ def test_strips_leave_no_sm_without_work():
     # Few rows are all asked for at once, many in several bursts.
     assert pick(depth=1024, widths=(1024,)).burst == 8
     assert pick(depth=14336, widths=(4096,)).burst < 14336 // 128
+
+
+@pytest.mark.parametrize("spec", specs.SPECS, ids=lambda spec: spec.name)
+def test_sums_and_loads_fit_the_registers(spec):
+    weights = 2 if spec.swiglu else 1
+    picked = config.heuristic(
+        depth=spec.depth,
+        widths=spec.widths[:1] if spec.swiglu else spec.widths,
+        rows=spec.rows,
+        gated=spec.swiglu,
+        sms=132,
+    )
+    sums = weights * picked.columns * spec.rows
+    loads = weights * picked.columns // 2 * picked.burst
+    assert sums + loads <= config.SUMS + config.LOADS
+    assert loads >= min(32, weights * picked.columns // 2 * (spec.depth // 128))
 
 
 def test_limits_are_named():
