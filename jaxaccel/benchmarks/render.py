@@ -107,7 +107,10 @@ def _nemotron(rows: Rows) -> str:
         f"{row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, "
         f"{100 * row['share_of_limit']:.0f} % of the memory's limit"
         for row in rows
-        if row["op"] == "nemotron_decode" and row["ms"]
+        if row["op"] == "nemotron_decode"
+        and row["implementation"] == "mosaic"
+        and row["workload"].startswith("nano ")
+        and row["ms"]
     ]
     found += [
         f"training {row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, MFU "
