@@ -36,6 +36,7 @@ from jaxaccel.benchmarks.guards import KernelMissing, require_kernels
 from jaxaccel.benchmarks.step import add_options
 from jaxaccel.cache.dense import KVCache
 from jaxaccel.config.gin_utils import load_config
+from jaxaccel.core.tree import num_bytes
 from jaxaccel.decoding.waterfall import DecodeBenchConfig, Settings, settings
 from pallas_kernels._common.bench import Ceilings, ceilings, digits, stamp
 
@@ -70,24 +71,20 @@ def traffic(weights: Weights, batch: int, context: int) -> Traffic:
     """
     config = weights.config
     model = weights.model
-    read = _nbytes(weights.state)
+    read = num_bytes(weights.state)
     if config.num_mtp_layers:
-        read -= _nbytes(nnx.split(model.mtp)[1])
+        read -= num_bytes(nnx.split(model.mtp)[1])
     if not config.tie_embeddings:
-        table = _nbytes(nnx.split(model.embed)[1])
+        table = num_bytes(nnx.split(model.embed)[1])
         read -= table - batch * table // config.vocab_size
     state = kv = 0
     cache = jax.eval_shape(lambda: model.init_cache(batch, 1))
     for layer in cache.layers:
         if isinstance(layer, KVCache):
-            kv += (context + 1) * _nbytes((layer.k, layer.v))
+            kv += (context + 1) * num_bytes((layer.k, layer.v))
         else:
-            state += 2 * _nbytes(layer)
+            state += 2 * num_bytes(layer)
     return Traffic(weights=read, state=state, kv=kv)
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from jaxaccel.benchmarks.guards import (
 )
 from jaxaccel.cache.decoder import DecoderCache
 from jaxaccel.cache.dense import KVCache
+from jaxaccel.core.tree import num_bytes
 from jaxaccel.decoding.by_layer import LayeredDecoder, Parameters
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from pallas_kernels._common.bench import Ceilings, digits
@@ -91,11 +92,6 @@ class Traffic:
         return self.weights + self.experts + self.state + self.kv
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of a tree's arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def traffic(
     model: LayeredDecoder,
     parameters: Any,
@@ -116,19 +112,19 @@ def traffic(
     experts, held, counts = 0.0, 0, iter(visited)
     for state in parameters.layers:
         if "mlp" in state and "w_in" in state["mlp"]:
-            matrices = nbytes((state["mlp"]["w_in"], state["mlp"]["w_out"]))
+            matrices = num_bytes((state["mlp"]["w_in"], state["mlp"]["w_out"]))
             experts += matrices * next(counts) / state["mlp"]["w_in"].shape[0]
             held += matrices
-    weights = nbytes(parameters) - held
+    weights = num_bytes(parameters) - held
     if not config.tie_embeddings:
-        table = nbytes(parameters.ends["embed"])
+        table = num_bytes(parameters.ends["embed"])
         weights -= table - batch * table // config.vocab_size
     state = kv = 0
     for part in jax.eval_shape(lambda: model.init_cache(batch, 1)).layers:
         if isinstance(part, KVCache):
-            kv += (context + 1) * nbytes((part.k, part.v))
+            kv += (context + 1) * num_bytes((part.k, part.v))
         else:
-            state += 2 * nbytes(part)
+            state += 2 * num_bytes(part)
     return Traffic(weights=weights, experts=round(experts), state=state, kv=kv)
 
 
@@ -241,7 +237,7 @@ def measure(
             "implementation": implementation,
             "dtype": config.dtype,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(parameters)),
-            "weights_gb": digits(nbytes(parameters) / 1e9),
+            "weights_gb": digits(num_bytes(parameters) / 1e9),
             "init_s": digits(seconds, 3),
             "batch": batch,
             **row,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxaccel.benchmarks.moe import Measured
-from jaxaccel.benchmarks.nemotron_decode import compiler_options, nbytes
+from jaxaccel.benchmarks.nemotron_decode import compiler_options
+from jaxaccel.core.tree import num_bytes
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.models.decoder import Block
 from jaxaccel.models.describe import describe
@@ -144,11 +145,13 @@ class Layer:
 
     def step_bytes(self, batch: int, cache: Any) -> int:
         """Weights that some row reads, of experts their expected number; the cache."""
-        found = 2 * nbytes(cache) if self.kind == "mamba" else nbytes(cache)
-        found += nbytes(self.state)
+        found = 2 * num_bytes(cache) if self.kind == "mamba" else num_bytes(cache)
+        found += num_bytes(self.state)
         moe = self.config.layer_parts(self.kind)[1]
         if isinstance(moe, MoEConfig):
-            matrices = nbytes((self.state["mlp"]["w_in"], self.state["mlp"]["w_out"]))
+            matrices = num_bytes(
+                (self.state["mlp"]["w_in"], self.state["mlp"]["w_out"])
+            )
             visited = 1 - (1 - moe.top_k / moe.num_experts) ** batch
             found -= round(matrices * (1 - visited))
         return found
@@ -258,7 +261,7 @@ def _row(
         "workload": workload,
         "implementation": implementation,
         "dtype": layer.config.dtype,
-        "weights_gb": digits(nbytes(layer.state) / 1e9),
+        "weights_gb": digits(num_bytes(layer.state) / 1e9),
         **found.fields,
         "floor_ms": None if floor is None else digits(floor),
         "share_of_limit": share,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,11 @@ def cast_floats(tree, dtype: jax.typing.DTypeLike):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays, or of those that its shapes stand for."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def path_names(path: tuple) -> tuple[str, ...]:
