@@ -63,7 +63,7 @@ def top_k_select(
     Of equal scores those of the lowest places are taken; -0 and what is below the least
     normal number equal 0. A score of -inf is never taken, and NaN counts as -inf. Hence
     one set of places and one order of them: every implementation gives the same, bit
-    for bit. Not differentiable.
+    for bit. Not differentiable: the scores get no gradient.
 
     Args:
       scores: f32[..., C].
@@ -82,6 +82,7 @@ def top_k_select(
     Source: ShadowKV (arXiv 2410.21465), section 4.2, for what it is used for.
     """
     choice = choose(scores, k, implementation=implementation)
+    scores = jax.lax.stop_gradient(scores)
     if choice.implementation != "mosaic":
         module = xla if choice.implementation == "xla" else reference
         return module.top_k_select(scores, k)

@@ -70,7 +70,9 @@ def _key(scores: jax.Array) -> jax.Array:
     """Integers in the order of floats; those of NaN and -inf are below all others."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     key = bits ^ ((bits >> 31) & LARGEST)
-    key = jnp.where((key > -LEAST_NORMAL) & (key < LEAST_NORMAL), 0, key)
+    # With the number first, what follows would be compared as unsigned.
+    is_normal = (key <= -LEAST_NORMAL) | (key >= LEAST_NORMAL)
+    key = jnp.where(is_normal, key, 0)
     return jnp.where(scores > -jnp.inf, key, NEVER)
 
 

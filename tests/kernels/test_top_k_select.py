@@ -76,6 +76,19 @@ def test_minus_zero_is_zero():
             np.testing.assert_array_equal(result(scores, 5, implementation), want)
 
 
+def test_scores_get_no_gradient():
+    def loss(scores, implementation):
+        ids = top_k_select(scores, 2, implementation=implementation)
+        return jnp.sum(scores[ids] ** 2)
+
+    scores = jnp.arange(130.0)
+    want = np.where(np.arange(130) >= 128, 2 * np.arange(130.0), 0.0)
+    for implementation in FORMS:
+        with interpreted():
+            got = jax.jit(jax.grad(loss), static_argnums=1)(scores, implementation)
+        np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_a_row_that_registers_do_not_hold(monkeypatch):
     monkeypatch.setattr(config, "pick", lambda *_: config.Config(in_registers=False))
     spec = specs.Spec(name="long", tag="ci", rows=(1,), columns=2_100, k=65, levels=16)
