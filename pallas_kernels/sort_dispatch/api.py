@@ -310,7 +310,7 @@ def top_experts(
         implementation=implementation,
         num_groups=num_groups,
     )
-    scores = jax.lax.stop_gradient(scores)
+    scores, bias = jax.lax.stop_gradient((scores, bias))
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that others need not pay.
         from pallas_kernels.sort_dispatch import kernel_top

@@ -195,6 +195,27 @@ def test_the_gradient_of_scores_is_that_of_a_gather(chosen):
     assert "scatter" not in text
 
 
+def test_the_choice_has_no_gradient_in_scores_nor_in_bias():
+    draw = np.random.default_rng(2)
+    scores, bias = draw.random((7, 12), np.float32), draw.random(12, np.float32)
+
+    def loss(scores, bias, implementation):
+        ids = top_experts(scores, 3, bias=bias, implementation=implementation)
+        return jnp.sum(api.chosen_scores(scores, ids)), ids
+
+    taken = np.argsort(-(scores + bias), axis=1)[:, :3]
+    want = np.zeros_like(scores)
+    np.put_along_axis(want, taken, 1.0, axis=1)
+    pull = jax.grad(loss, (0, 1), has_aux=True)
+    for implementation in ("mosaic", "xla", "reference"):
+        with interpreted():
+            run = jit(functools.partial(pull, implementation=implementation))
+            grads, ids = run(scores, bias)
+        np.testing.assert_array_equal(ids, taken)
+        np.testing.assert_array_equal(grads[0], want)
+        assert not np.asarray(grads[1]).any()
+
+
 def shapes_of(spec, part):
     return jax.eval_shape(
         functools.partial(PARTS[part].arguments, spec), jax.random.key(0)
