@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
 from pallas_kernels._common import dispatch, hw, tuning
+from pallas_kernels._common.forward_only import forward_only
 from pallas_kernels._common.interpret import interpreted, is_interpreting
 
 
@@ -196,3 +197,27 @@ def test_a_written_table_is_found_again(tmp_path, monkeypatch):
         assert "commit" not in json.loads(path.read_text())
     finally:
         tuning._table.cache_clear()
+
+
+def test_a_gradient_through_a_kernel_that_has_none_names_the_op():
+    def double(config, arrays, *, scale, more=None):
+        assert config == "config"
+        assert more is None
+        return {"y": scale * arrays[0] * jnp.where(arrays[1], 2.0, 0.0)}
+
+    x, mask, scale = jnp.arange(3.0), jnp.array([True, True, False]), jnp.ones(3)
+    op = forward_only("an_op", double)
+
+    def loss(x, scale):
+        return jnp.sum(op("config", (x, mask), scale=scale)["y"])
+
+    assert loss(x, scale) == jax.jit(loss)(x, scale) == 2.0
+    for place in (0, 1):
+        for asked in (jax.grad(loss, place), jax.jit(jax.grad(jax.jit(loss), place))):
+            with pytest.raises(NotImplementedError, match=r"an_op: .*xla.* has one"):
+                asked(x, scale)
+    # What is held back asks for none.
+    held = jax.grad(lambda x: loss(jax.lax.stop_gradient(x), scale) + jnp.sum(x))(x)
+    assert held.tolist() == [1.0, 1.0, 1.0]
+    rows = jax.vmap(lambda x: op("config", (x, mask), scale=scale)["y"])(x[None])
+    assert rows.tolist() == [[0.0, 2.0, 0.0]]
