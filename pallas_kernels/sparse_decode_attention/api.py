@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels._common.forward_only import forward_only
 from pallas_kernels.sparse_decode_attention import config as configs
 from pallas_kernels.sparse_decode_attention import reference, xla
 from pallas_kernels.sparse_decode_attention.held import Held, Rotary
@@ -35,7 +36,6 @@ def choose(
 
     Arrays may be `jax.ShapeDtypeStruct`.
     """
-    del scale
     sizes = _check(q, held, ids, slots, count, rotary, logit_cap, sinks, layer)
     refused, config = {}, None
     floats = (held.a, held.basis, held.values, held.out_k, held.out_v)
@@ -44,7 +44,7 @@ def choose(
         refused["mosaic"] = (
             f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
         )
-    elif reason := configs.refusal(sizes, tuple(x.dtype for x in floats)):
+    elif reason := configs.refusal(sizes, tuple(x.dtype for x in floats), scale):
         refused["mosaic"] = reason
     else:
         config = configs.heuristic(sizes)
@@ -164,7 +164,8 @@ def sparse_decode_attention(
     """Attention of one token a row over chosen chunks, outliers and the newest tokens.
 
     Keys of chosen chunks are a basis^T, rotated by their positions and rounded to the
-    dtype of the others. What does not count may hold anything. Not differentiable.
+    dtype of the others. What does not count may hold anything. "mosaic" has no
+    gradient.
 
     Args:
       q: [B, H, K], after the rotary embedding; query head h reads kv head h // (H / G).
@@ -176,7 +177,8 @@ def sparse_decode_attention(
       scale: factor on the scores; `None` is K^-1/2.
       logit_cap: scores become cap * tanh(score / cap); `None` for no cap.
       sinks: f32[H], a logit per head that takes weight and gives nothing, or `None`.
-      layer: i32[], which of several layers' arrays of `held` is meant.
+      layer: i32[], which of several layers' arrays of `held` is meant; less than 0 is
+        0, and more than the last is the last.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can, and
         never "mosaic" so far.
 
@@ -186,7 +188,8 @@ def sparse_decode_attention(
 
     Raises:
       ValueError: a shape or dtype is not allowed.
-      NotImplementedError: the named implementation cannot run this call.
+      NotImplementedError: the named implementation cannot run this call, or a gradient
+        through "mosaic" is asked for.
 
     Source: ShadowKV (arXiv 2410.21465), section 4.2.
     """
@@ -197,6 +200,7 @@ def sparse_decode_attention(
         ids,
         slots,
         count,
+        scale=scale,
         sinks=sinks,
         layer=layer,
         implementation=implementation,
@@ -205,6 +209,8 @@ def sparse_decode_attention(
     named["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
     if choice.implementation != "mosaic":
         module = xla if choice.implementation == "xla" else reference
+        if layer is not None:  # the kernel does so itself
+            layer = jnp.clip(layer, 0, held.a.shape[0] - 1)
         return module.sparse_decode_attention(
             q, held, ids, slots, count, sinks=sinks, layer=layer, **named
         )
@@ -215,6 +221,5 @@ def sparse_decode_attention(
     plan = kernel.Plan(
         sizes=sizes, dtype=jnp.dtype(q.dtype), config=choice.config, **named
     )
-    return kernel.sparse_decode_attention(
-        plan, q, held, ids, slots, count, sinks, layer
-    )
+    launch = forward_only("sparse_decode_attention", kernel.sparse_decode_attention)
+    return launch(plan, q, held, ids, slots, count, sinks, layer)

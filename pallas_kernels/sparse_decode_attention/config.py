@@ -115,7 +115,7 @@ def heuristic(sizes: Sizes) -> Config:
     return Config(slots=slots)
 
 
-def refusal(sizes: Sizes, dtypes: tuple[Any, ...]) -> str | None:
+def refusal(sizes: Sizes, dtypes: tuple[Any, ...], scale: float | None) -> str | None:
     """Why the kernel cannot run such a call, `None` if it can."""
     names = sorted({jnp.dtype(dtype).name for dtype in dtypes})
     if len(names) != 1 or names[0] not in DTYPES:
@@ -145,4 +145,6 @@ def refusal(sizes: Sizes, dtypes: tuple[Any, ...]) -> str | None:
             f"r={sizes.rank} asks for {size} bytes of shared memory, a block of "
             f"{limit.kind} has {limit.smem_bytes}"
         )
+    if scale is not None and not scale > 0:
+        return f"scale = {scale}, the kernel has more than 0"
     return None

@@ -153,7 +153,9 @@ def _sources(plan: Plan, refs, item: Item, which: int, tile) -> list[tuple[Any, 
     # What lies behind the last chunk is a copy of it, and has no weight.
     most = (sizes.chosen, sizes.outliers, sizes.ring // CHUNK)[which] - 1
     places = [jnp.minimum(first + i, most) for i in range(CHUNKS)]
-    layer = refs["layer"][0]
+    # A launch of its own would take longer than this.
+    layers = refs["a"].shape[0] // (sizes.batch * sizes.chunks)
+    layer = jnp.clip(refs["layer"][0], 0, layers - 1)
     if which == 0:
         # All are read before the first copy waits for one.
         ids = [refs["ids"][item.number, place] for place in places]

@@ -276,6 +276,6 @@ def _case(spec: Spec) -> Case:
         bytes=minimal_bytes(spec),
         flops=flops(spec),
         peers={"xla": lambda: (implementation("xla"), jax.__version__)},
-        # Keys and weights are rounded to 16 bits, which the reference does not.
+        # Weights are rounded to 16 bits, which the reference does not.
         rel=1e-2,
     )

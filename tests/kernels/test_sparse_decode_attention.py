@@ -152,10 +152,24 @@ def test_the_kernel_is_one_softmax_over_all_that_counts(name, sms):
     args = arguments(spec, 2)
     if spec is BIG:
         args = without_a_row(args)
+    # A layer behind the last is the last.
+    given = args if args[6] is None else (*args[:6], args[6] + 5)
     with hw.assume(dataclasses.replace(hw.H200, sms=sms)), interpreted():
-        got = result(spec, args, "mosaic")
+        got = result(spec, given, "mosaic")
     # Weights are rounded to 16 bits as well.
     assert_right(got, by_hand(spec, *args), 4e-3)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_layer_that_is_none_is_the_nearest(implementation):
+    args = jax.jit(BIG.arguments)(jax.random.key(5))[:-1]
+    op = functools.partial(sparse_decode_attention, implementation=implementation)
+    run = jax.jit(specs.run(BIG, op))
+    for layer, nearest in ((-2, 0), (2, 1)):
+        got, want = (run(*args, jnp.int32(x)) for x in (layer, nearest))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert not np.array_equal(want[0], run(*args, jnp.int32(0))[0])
 
 
 def test_angles_are_right_at_any_position():
@@ -186,7 +200,7 @@ def test_blocks_have_equal_shares_of_what_there_is(spec):
     number = np.arange(sizes.items)
     last = ((number + 1) * sizes.tiles - 1) // sizes.share
     assert (last - sizes.first_block(number) + 1).max() <= sizes.parts
-    if config.refusal(sizes, (jnp.bfloat16,)) is None:
+    if config.refusal(sizes, (jnp.bfloat16,), None) is None:
         picked = config.heuristic(sizes)
         assert sizes.shared_bytes(picked.slots) <= hw.H200.smem_bytes
 
@@ -261,6 +275,40 @@ def test_arrays_of_two_dtypes_are_refused_by_the_kernel():
     basis = S(held.basis.shape, jnp.float32)
     with hw.assume(), pytest.raises(NotImplementedError, match="bfloat16 and float32"):
         api.choose(**changed(BIG, basis=basis), implementation="mosaic")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_the_kernel_takes_positive_scales_alone(scale):
+    call = changed(BIG)
+    with hw.assume(), pytest.raises(NotImplementedError, match=f"scale = {scale}"):
+        jax.eval_shape(
+            lambda call: sparse_decode_attention(
+                **call, scale=scale, implementation="mosaic"
+            ),
+            call,
+        )
+    with hw.assume():
+        choice = api.choose(**call, scale=0.5, implementation="mosaic")
+    assert choice.implementation == "mosaic"
+
+
+def test_a_gradient_through_the_kernel_is_refused_by_name():
+    args = shapes(BIG)
+
+    def pull(implementation, q, *rest):
+        op = functools.partial(sparse_decode_attention, implementation=implementation)
+
+        def loss(q):
+            return jnp.sum(specs.run(BIG, op)(q, *rest)[0])
+
+        return jax.grad(loss)(q)
+
+    with hw.assume():
+        message = r"sparse_decode_attention: .*xla"
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(functools.partial(pull, "mosaic"), *args)
+        got = jax.eval_shape(functools.partial(pull, "xla"), *args)
+    assert got.shape == args[0].shape
 
 
 def test_none_keeps_xla_until_a_row_was_measured():
