@@ -30,7 +30,6 @@ def choose(
 
     Arrays may be `jax.ShapeDtypeStruct`.
     """
-    del scale
     _check(q, landmarks, allowed, logit_cap, layer)
     refused, config = {}, None
     batch, heads, width = q.shape
@@ -45,7 +44,9 @@ def choose(
         refused["mosaic"] = (
             f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
         )
-    elif reason := configs.refusal(**sizes, dtypes=(q.dtype, landmarks.dtype)):
+    elif reason := configs.refusal(
+        **sizes, dtypes=(q.dtype, landmarks.dtype), scale=scale
+    ):
         refused["mosaic"] = reason
     else:
         config = configs.pick(**sizes)
@@ -105,7 +106,8 @@ def landmark_scores(
     s_rc = scale q_r . l_c    lse_r = log sum_c exp(s_rc)    w_c = max_r s_rc - lse_r
 
     with sums over the landmarks that are allowed. The maximum of s - lse orders as that
-    of softmax(s) does, and nothing underflows. Not differentiable.
+    of softmax(s) does, and nothing underflows. Not differentiable: q and landmarks get
+    no gradient.
 
     Args:
       q: [B, H, K], after the rotary embedding; query head h reads kv head h // (H / G).
@@ -115,7 +117,8 @@ def landmark_scores(
         the sums, and may hold anything.
       scale: factor on the scores; `None` is K^-1/2.
       logit_cap: scores become cap * tanh(score / cap); `None` for no cap.
-      layer: i32[], the layer that is meant.
+      layer: i32[], the layer that is meant; less than 0 is 0, and more than the last is
+        the last.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can, and
         never "mosaic" so far.
 
@@ -134,13 +137,17 @@ def landmark_scores(
         q,
         landmarks,
         allowed,
+        scale=scale,
         logit_cap=logit_cap,
         layer=layer,
         implementation=implementation,
     )
+    q, landmarks = jax.lax.stop_gradient((q, landmarks))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if choice.implementation != "mosaic":
         module = xla if choice.implementation == "xla" else reference
+        if layer is not None:  # the kernel does so itself
+            layer = jnp.clip(layer, 0, landmarks.shape[0] - 1)
         return module.landmark_scores(
             q, landmarks, allowed, scale=scale, logit_cap=logit_cap, layer=layer
         )

@@ -161,7 +161,13 @@ def pick(**sizes: int) -> Config | None:
 
 
 def refusal(
-    *, rows: int, landmarks: int, group: int, head_dim: int, dtypes: tuple[Any, ...]
+    *,
+    rows: int,
+    landmarks: int,
+    group: int,
+    head_dim: int,
+    dtypes: tuple[Any, ...],
+    scale: float | None,
 ) -> str | None:
     """Why the kernel cannot score such landmarks, `None` if it can."""
     names = tuple(jnp.dtype(dtype).name for dtype in dtypes)
@@ -185,4 +191,6 @@ def refusal(
             f"the scores of {landmarks} landmarks do not fit in the shared memory of "
             f"{CLUSTERS[-1]} blocks"
         )
+    if scale is not None and not scale > 0:
+        return f"scale = {scale}, the kernel has more than 0"
     return None

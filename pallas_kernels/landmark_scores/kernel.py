@@ -132,7 +132,9 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
     slots, parts = jnp.int32(plan.config.slots), plan.sizes.parts
     count, row_of = _rows_of_cluster(plan)
     first, results = _share(plan)
-    offset = refs["layer"][0] * plan.rows
+    # A launch of its own would take longer than this.
+    layers = refs["landmarks"].shape[0] // plan.rows
+    offset = jnp.clip(refs["layer"][0], 0, layers - 1) * plan.rows
 
     def item(i, done):
         row = row_of(i)

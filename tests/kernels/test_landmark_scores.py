@@ -89,6 +89,43 @@ def test_the_kernel_is_the_formula(monkeypatch, name):
     assert_right(spec, args, got)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic"])
+def test_a_layer_that_is_none_is_the_nearest(monkeypatch, implementation):
+    monkeypatch.setattr(config, "pick", lambda **_: config.Config(cluster=1, slots=4))
+    draw = np.random.default_rng(4)
+    q = jnp.asarray(draw.normal(size=(1, 1, 64)), jnp.bfloat16)
+    landmarks = jnp.asarray(draw.normal(size=(3, 1, 1, 64, 64)), jnp.bfloat16)
+    allowed = jnp.ones((1, 1, 64), bool)
+    op = jax.jit(functools.partial(landmark_scores, implementation=implementation))
+    with interpreted():
+        for layer, nearest in ((-2, 0), (3, 2)):
+            got = op(q, landmarks, allowed, layer=jnp.int32(layer))
+            want = landmark_scores(
+                q, landmarks[nearest], allowed, implementation="reference"
+            )
+            for a, b in zip(got, want, strict=True):
+                assert_close(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic"])
+def test_queries_and_landmarks_get_no_gradient(monkeypatch, implementation):
+    monkeypatch.setattr(config, "pick", lambda **_: config.Config(cluster=1, slots=4))
+
+    def loss(q, landmarks):
+        w, lse = landmark_scores(
+            q, landmarks, jnp.ones((1, 1, 64), bool), implementation=implementation
+        )
+        total = jnp.sum(q) + jnp.sum(landmarks)
+        return jnp.sum(w) + jnp.sum(lse) + total.astype(jnp.float32)
+
+    q, landmarks = jnp.ones((1, 1, 64), jnp.bfloat16), jnp.ones((1, 1, 64, 64))
+    landmarks = landmarks.astype(jnp.bfloat16)
+    with interpreted():
+        grads = jax.jit(jax.grad(loss, (0, 1)))(q, landmarks)
+    for grad in grads:
+        assert (np.asarray(grad) == 1).all()
+
+
 @pytest.mark.parametrize(
     "spec",
     [spec for spec in specs.SPECS if spec.name in LOWERED],
@@ -120,7 +157,16 @@ def test_the_picked_division_fits_and_leaves_few_sms_idle():
         if spec.tag == "perf" and rows >= 66:
             places = hw.H200.sms // picked.cluster
             assert rows / (-(-rows // places) * places) > 0.9
-        assert picked in config.candidates(**sizes) or picked.slots > config.MIN_SLOTS
+        # As many tiles as have room, up to 8; a tuning run tries that cluster as well.
+        full = division.shared_bytes(picked.slots + 1) > hw.H200.smem_bytes
+        assert full or picked.slots == 8
+        tried = config.candidates(**sizes)
+        slots = [c.slots for c in tried if c.cluster == picked.cluster]
+        assert config.MIN_SLOTS == min(slots) <= picked.slots
+        assert max(slots) >= picked.slots
+        for one in tried:
+            division = config.Sizes(**sizes, cluster=one.cluster)
+            assert division.shared_bytes(one.slots) <= hw.H200.smem_bytes
 
 
 def test_the_tuning_command_tries_what_fits():
@@ -175,6 +221,15 @@ def test_what_the_kernel_cannot_do_is_said(change, message):
     args = jax.eval_shape(spec.arguments, jax.random.key(0))
     with hw.assume(), pytest.raises(NotImplementedError, match=message):
         api.choose(*args, implementation="mosaic")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_the_kernel_takes_positive_scales_alone(scale):
+    with hw.assume(), pytest.raises(NotImplementedError, match=f"scale = {scale}"):
+        landmark_scores(Q, L, MAY, scale=scale, implementation="mosaic")
+    with hw.assume():
+        choice = api.choose(Q, L, MAY, scale=0.5, implementation="mosaic")
+    assert choice.implementation == "mosaic"
 
 
 def test_none_keeps_xla_until_a_row_was_measured():
