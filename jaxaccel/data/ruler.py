@@ -305,14 +305,17 @@ def is_right(logits: jax.Array, answers: jax.Array) -> jax.Array:
       answers: i32[..., A], -1 in places beyond the answer.
 
     Returns:
-      bool[...]: the answer's n tokens are the n with the largest logits.
+      bool[...]: the answer's n tokens have larger logits than all others; a tie with
+      another token is no answer.
     """
     size = jnp.sum(answers >= 0, axis=-1, keepdims=True)
     logits = logits.astype(jnp.float32)
     best, _ = jax.lax.top_k(logits, answers.shape[-1])
     least = jnp.take_along_axis(best, size - 1, axis=-1)  # the n-th largest
     given = jnp.take_along_axis(logits, jnp.maximum(answers, 0), axis=-1)
-    return jnp.all((given >= least) | (answers < 0), axis=-1)
+    # Equal logits know nothing, however many of them are the answer's.
+    alone = jnp.sum(logits >= least, axis=-1, keepdims=True) <= size
+    return jnp.all(((given >= least) & alone) | (answers < 0), axis=-1)
 
 
 def _row(

@@ -143,6 +143,11 @@ def test_an_answer_is_a_set_of_the_likeliest_tokens():
         [[1, -1, -1, -1], [2, 1, -1, -1], [1, 3, -1, -1], [2, -1, -1, -1]]
     )
     assert is_right(logits, answers).tolist() == [True, True, False, False]
+    # A model that tells nothing apart, or nothing at all, answers nothing.
+    assert not is_right(jnp.zeros_like(logits), answers).any()
+    assert not is_right(jnp.full_like(logits, jnp.nan), answers).any()
+    tied = jnp.asarray([0.0, 3.0, 3.0, 1.0, -1.0])
+    assert is_right(tied[None], answers).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
