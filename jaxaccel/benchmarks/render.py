@@ -125,8 +125,9 @@ def _nemotron(rows: Rows) -> str:
 
 
 def _kv_cache(rows: Rows) -> str:
-    """Of each cache, the largest batch that was measured."""
-    largest = {row["method"]: row for row in rows if row["ms"]}
+    """Of each cache, the largest batch that the whole model would have room for."""
+    fits = [row for row in rows if row["ms"] and row["full_fits_device"]]
+    largest = {row["method"]: row for row in sorted(fits, key=lambda r: r["batch"])}
     if not largest:
         return ""
     about = next(iter(largest.values()))
@@ -164,7 +165,8 @@ TECHNIQUES = (
     Technique(
         name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
         "self-speculation",
-        state="`reference`, `xla`, `mosaic`; `gemv` and `decode_attention` by name",
+        state="`reference`, `xla`, `mosaic`; `gemv` and `decode_attention` by name, "
+        "not measured yet",
         module="`jaxaccel.decoding`",
         config="`experiments/gdn/decode.gin`",
         file="gated_delta_step_h200",
@@ -199,7 +201,8 @@ TECHNIQUES = (
     ),
     Technique(
         name="A memory's table on the host under a served model, and what it knows",
-        state="read by the device, gathered ahead, from a file; 8-bit rows",
+        state="read by the device, gathered ahead, from a file; 8-bit rows; "
+        "not measured yet",
         module="`jaxaccel.nn.engram_host`, `jaxaccel.benchmarks.engram`",
         config="`experiments/engram/`",
         notebook="05_engram",
@@ -245,7 +248,8 @@ TECHNIQUES = (
     ),
     Technique(
         name="Caches of long contexts by a plan: ShadowKV, Quest, SnapKV, H2O, pages",
-        state="`xla`; values on the host or the device; kernels by name",
+        state="`xla`; values on the host or the device; kernels by name; "
+        "not measured yet",
         module="`jaxaccel.cache`",
         config="`experiments/kv_cache/`",
         notebook="06_kv_caches",
