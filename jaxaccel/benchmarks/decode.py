@@ -164,6 +164,12 @@ def _prepare(
       first step's tokens and logits.
     """
     prompts = {batch: weights.prompts(config, batch) for batch in config.batches}
+    # Copies that all steps of a layout share, made before they are asked for at once.
+    layouts = {step.layers for step in plan}
+    if "unrolled" in layouts:
+        jax.block_until_ready(weights.by_layer)
+    if "python" in layouts:
+        jax.block_until_ready(weights.layers)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # Once, before the programs that begin from it.
         list(pool.map(lambda x: prefill(weights, x, config), prompts.values()))
@@ -198,9 +204,9 @@ def _measured(
         return {"note": f"{verdict}: {error}"}
     row = {
         "runs": launch.runs,
-        "compile_s": digits(launch.compile_seconds),
         "temp_bytes": launch.temp_bytes,
         "kernels": sorted(launch.kernels),
+        "note": _left_out(step, launch),
     }
     if step.needs_kernels:
         try:
@@ -221,6 +227,16 @@ def _measured(
     if launch.acceptance is not None:
         row |= _acceptance(launch)
     return row
+
+
+def _left_out(step: Settings, launch: Launch) -> str:
+    """Ops of `fused` of which the program has none, or not as they were named."""
+    missing = [
+        op
+        for op, implementation in step.fused
+        if implementation not in launch.runs.get(op, "")
+    ]
+    return f"runs without {', '.join(missing)}" if missing else ""
 
 
 def _about(

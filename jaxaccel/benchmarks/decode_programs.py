@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -16,10 +15,11 @@ from flax import nnx
 
 from jaxaccel.benchmarks.guards import implementations_used, kernels_in
 from jaxaccel.cache.decoder import DecoderCache
+from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.core.tree import flatten_state, num_stacked_axes, unflatten_state
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.data.pipeline import DataConfig
-from jaxaccel.data.sources import StdlibSource, split_documents
+from jaxaccel.data.sources import split_documents
 from jaxaccel.decoding import speculative
 from jaxaccel.decoding.generate import Draw, row_keys
 from jaxaccel.decoding.layer_loop import read_tokens
@@ -28,11 +28,14 @@ from jaxaccel.decoding.waterfall import DecodeBenchConfig, Settings, unknown_ops
 from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.decoder import Decoder, init_decoder
 from jaxaccel.nn.implementation import OPS
-from jaxaccel.training.checkpoint import load_checkpoint_model
+from jaxaccel.training.checkpoint import find_checkpoint, load_checkpoint_model
 from pallas_kernels._common.dispatch import recorded_choices
 
 
 GREEDY = SamplingConfig(temperature=0.0)
+
+# What a model's weights do not depend on.
+_FREE = ("dtype", "param_dtype", "remat_policy", "implementation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,13 @@ class Weights:
     Attributes:
       config: the model, its layers scanned.
       state: its parameters.
-      tokenizer: of a run that trained them; `None` for random ones.
+      tokenizer, data: of a run that trained them; `None` for random ones.
     """
 
     config: DecoderConfig
     state: Any
     tokenizer: Any = None
+    data: DataConfig | None = None
 
     @classmethod
     def random(cls, config: DecodeBenchConfig) -> Self:
@@ -61,23 +65,29 @@ class Weights:
         """Reads those of `config.checkpoint`, as the benchmark's model keeps them.
 
         Raises:
+          FileNotFoundError: there is no checkpoint, or no config beside it.
           ValueError: the checkpoint is of another model.
         """
         assert config.checkpoint is not None
         decoder = config.model.decoder()
         model, tokenizer = load_checkpoint_model(config.checkpoint)
+        for field in dataclasses.fields(DecoderConfig):
+            own, theirs = (getattr(x, field.name) for x in (decoder, model.config))
+            if own != theirs and field.name not in _FREE:
+                raise ValueError(
+                    f"{config.checkpoint} is of another model: its {field.name} is "
+                    f"{theirs!r}, that of {type(config.model).__name__} {own!r}"
+                )
         template = nnx.split(_abstract(decoder))[1]
         wanted, found = flatten_state(template), flatten_state(nnx.split(model)[1])
-        for name in sorted({*wanted, *found}):
-            shapes = [x[name].shape if name in x else None for x in (found, wanted)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(
-                    f"{config.checkpoint} is of another model: its {name} is "
-                    f"{shapes[0]}, that of {type(config.model).__name__} {shapes[1]}"
-                )
         arrays = {name: x.astype(wanted[name].dtype) for name, x in found.items()}
-        state = unflatten_state(template, arrays)
-        return cls(config=decoder, state=state, tokenizer=tokenizer)
+        run = load_experiment([find_checkpoint(config.checkpoint) / "config.gin"])
+        return cls(
+            config=decoder,
+            state=unflatten_state(template, arrays),
+            tokenizer=tokenizer,
+            data=run.data,
+        )
 
     def prompts(self, config: DecodeBenchConfig, batch: int) -> jax.Array:
         """i32[B, T]: random tokens, or for trained weights text that they never read.
@@ -86,11 +96,11 @@ class Weights:
           ValueError: there are fewer texts of this length than rows.
         """
         shape = (batch, config.prompt_length)
-        if self.tokenizer is None:
+        if self.data is None:
             key = jax.random.fold_in(jax.random.key(config.seed), batch)
             return jax.random.randint(key, shape, 0, self.config.vocab_size)
-        held_out = DataConfig().heldout_fraction
-        texts = split_documents(StdlibSource(), "heldout", held_out)
+        documents = itertools.chain.from_iterable(self.data.sources)
+        texts = split_documents(documents, "heldout", self.data.heldout_fraction)
         tokens = (self.tokenizer.encode(text.text) for text in texts)
         long = (x[: shape[1]] for x in tokens if len(x) >= shape[1])
         rows = list(itertools.islice(long, batch))
@@ -126,19 +136,29 @@ class Weights:
             )
         if step.layers != "unrolled":
             return _structure(config), self.state
-        period = len(config.pattern)
-        arrays = {}
+        config = dataclasses.replace(config, pattern=config.layer_types)
+        graphdef, template = nnx.split(_abstract(config))
+        return graphdef, unflatten_state(template, self.by_layer)
+
+    @functools.cached_property
+    def layers(self) -> list[Any]:
+        """Parameters of each layer, in order: one copy for all steps."""
+        stacked = [nnx.split(block)[1] for block in self.model.layers]
+        return [jax.tree.map(lambda leaf: leaf[0], x) for x in unstack(stacked)]
+
+    @functools.cached_property
+    def by_layer(self) -> dict[str, jax.Array]:
+        """Parameters by name, an array for each layer: one copy for all steps."""
+        period, arrays = len(self.config.pattern), {}
         for name, array in flatten_state(self.state).items():
             if not num_stacked_axes(name):
                 arrays[name] = array
                 continue
             layers, position, rest = name.split("/", 2)
-            for index in range(config.num_periods):
+            for index in range(self.config.num_periods):
                 layer = index * period + int(position)
                 arrays[f"{layers}/{layer}/{rest}"] = array[index : index + 1]
-        config = dataclasses.replace(config, pattern=config.layer_types)
-        graphdef, template = nnx.split(_abstract(config))
-        return graphdef, unflatten_state(template, arrays)
+        return arrays
 
 
 def unstack(stacked: Sequence[Any]) -> list[Any]:
@@ -160,7 +180,6 @@ class Launch:
       run: (that, N) -> tokens i32[B, M], M >= N of them drawn, on the host.
       runs: op -> implementation that was traced.
       text: the compiled program, "" where there is none.
-      compile_seconds: of tracing and compiling.
       temp_bytes: temporaries of the compiled program; `None` where there is none.
       acceptance: how drafts fared in the last run; `None` without them.
     """
@@ -169,7 +188,6 @@ class Launch:
     run: Callable[[Any, int], np.ndarray]
     runs: dict[str, str]
     text: str = ""
-    compile_seconds: float = 0.0
     temp_bytes: int | None = None
     acceptance: speculative.Acceptance | None = None
 
@@ -380,16 +398,13 @@ def _compile(
     """Compiles; returns the program and what a `Launch` tells of it."""
     kinds = config.command_buffers if step.command_buffers else ""
     options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
-    start = time.perf_counter()
     with recorded_choices() as choices:
         lowered = function.lower(*arguments)
     compiled = lowered.compile(compiler_options=options)
-    seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return compiled, {
         "runs": implementations_used(choices),
         "text": compiled.as_text() or "",
-        "compile_seconds": seconds,
         "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
     }
 
@@ -408,14 +423,8 @@ def _reader(weights: Weights, step: Settings) -> tuple[Reader, Any]:
             "steps with layers='python'"
         )
     model = nnx.merge(graphdef, state)
-    split = [nnx.split(block) for block in model.layers]
-    parts = [part[0] for part in split]
-    periods = weights.config.num_periods
-    structures = parts * periods
-    layers = [
-        jax.tree.map(lambda leaf: leaf[0], layer)
-        for layer in unstack([part[1] for part in split])
-    ]
+    parts = [nnx.split(block)[0] for block in model.layers]
+    structures = parts * weights.config.num_periods
 
     def read(params, tokens, cache):
         state, layers = params
@@ -432,7 +441,7 @@ def _reader(weights: Weights, step: Settings) -> tuple[Reader, Any]:
             after.append(part)
         return model.final_norm(x), (after, length + 1), model.unembed
 
-    return read, (state, layers)
+    return read, (state, weights.layers)
 
 
 def _copied(graphdef: Any) -> Reader:

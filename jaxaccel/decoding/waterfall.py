@@ -32,11 +32,12 @@ class DecodeBenchConfig:
 
     Attributes:
       model: a model's config, such as `@Qwen3_5TextConfig()`.
-      checkpoint: folder of a run that trained it, whose weights continue held-out files
-        of the standard library; `None` for random weights and prompts. No time depends
-        on that but the last step's, whose drafts must be right to be worth anything.
-      steps: names of `STEPS`, in their order. "op_by_op": every operation is a launch
-        of its own (`jax.disable_jit`), the layers a Python loop, all ops "xla".
+      checkpoint: folder of a run that trained it, whose weights continue documents that
+        its data config holds out; `None` for random weights and prompts. No time
+        depends on that but the last step's, whose drafts must be right to be worth
+        anything.
+      steps: names of `STEPS`, in their order. "op_by_op": no program around a
+        token, as JAX runs what nobody compiled; the layers a Python loop, ops "xla".
         "jit": one program a token, the same loop inside. "scan": the layers are
         scanned. "fused_kernel": the ops of `fused` run what is named there.
         "in_place": caches are donated, and updated where they are. "device_loop":

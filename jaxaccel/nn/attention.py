@@ -183,7 +183,12 @@ class Attention(nnx.Module):
         self.decode: Any = None
         if not isinstance(implementation, str):
             self.decode = implementation_of("decode_attention", implementation)
-        self.products = None if bias else few_rows.named(implementation)
+        self.products = few_rows.named(implementation)
+        if bias and self.products is not None:
+            raise NotImplementedError(
+                f"Attention: implementation names {self.products!r} for gemv, which "
+                "has no biases, and use_bias=True"
+            )
 
     @property
     def _tiles(self) -> AttentionTiles:

@@ -19,7 +19,7 @@ def split(x: jax.Array, count: int = 3) -> tuple[jax.Array, ...]:
     """bf16 arrays whose sum is x, the largest first.
 
     Args:
-      x: f32.
+      x: f32; what is beyond bfloat16's largest number, as few numbers are, gives NaN.
       count: of arrays; three have all bits of x, up to underflow.
 
     Returns:

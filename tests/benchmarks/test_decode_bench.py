@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 import types
 
 import jax
@@ -16,7 +17,7 @@ from jaxaccel import benchmarks
 from jaxaccel.benchmarks import decode, decode_programs, guards
 from jaxaccel.config.gin_utils import ConfigError, load_config
 from jaxaccel.data.pipeline import DataConfig
-from jaxaccel.data.sources import StdlibSource, split_documents
+from jaxaccel.data.sources import InMemorySource, is_heldout
 from jaxaccel.data.tokenizer import ByteTokenizer
 from jaxaccel.decoding.waterfall import STEPS, DecodeBenchConfig, settings
 from jaxaccel.models.decoder import Decoder, init_decoder
@@ -85,7 +86,9 @@ def test_every_step_draws_the_same_tokens_and_has_a_speed(rows):
     assert tuple(rows) == STEPS
     for step in ("op_by_op", "jit", "scan", "in_place", "device_loop", "speculation"):
         row = rows[step]
-        assert row["note"] == ""
+        # There is no layer for what is named from "fused_kernel" on.
+        named = STEPS.index(step) >= STEPS.index("fused_kernel")
+        assert row["note"] == ("runs without gated_delta_step" if named else "")
         assert row["same_tokens"] == 1.0
         assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"], rel=1e-2)
         assert row["share_of_limit"] == pytest.approx(
@@ -149,9 +152,9 @@ def shapes_of_model(config):
     return decode_programs.Weights(config=decoder, state=nnx.split(model)[1])
 
 
-def launch(tokens, text=""):
+def launch(tokens, text="", runs=None):
     return decode_programs.Launch(
-        start=lambda: 0, run=lambda carry, count: tokens, runs={}, text=text
+        start=lambda: 0, run=lambda carry, count: tokens, runs=runs or {}, text=text
     )
 
 
@@ -163,6 +166,8 @@ def measured(monkeypatch, config, tokens, best=1.0, **about):
     drawn = np.asarray([tokens], np.int32)
     monkeypatch.setattr(decode, "ceilings", lambda: Ceilings(gbps=1.0, tflops=0.0))
     monkeypatch.setattr(decode.Weights, "random", shapes_of)
+    monkeypatch.setattr(decode.Weights, "layers", ())
+    monkeypatch.setattr(decode.Weights, "by_layer", {})
     moved = decode.Traffic(weights=1, state=1, kv=1)
     monkeypatch.setattr(decode, "traffic", lambda *_: moved)
     monkeypatch.setattr(decode, "refusals", lambda config: {})
@@ -316,25 +321,45 @@ def test_weights_of_a_run_continue_text_that_it_never_read(monkeypatch):
     config = tiny(model=model, checkpoint="runs/x", steps=("jit",), prompt_length=40)
     decoder = dataclasses.replace(model.decoder(), param_dtype="float32")
     trained = init_decoder(decoder, 3), ByteTokenizer()
+    texts = {f"{i}": f"{i}" * (30 + i) for i in range(40)}
+    source = InMemorySource(texts=tuple(texts.values()), names=tuple(texts))
+    data = DataConfig(sources=(source,), heldout_fraction=0.5)
+    files = []
+    run = types.SimpleNamespace(data=data)
     monkeypatch.setattr(decode_programs, "load_checkpoint_model", lambda _: trained)
+    monkeypatch.setattr(decode_programs, "find_checkpoint", pathlib.Path)
+    monkeypatch.setattr(
+        decode_programs, "load_experiment", lambda names: files.extend(names) or run
+    )
     config = dataclasses.replace(
         config, model=dataclasses.replace(model, param_dtype="bfloat16")
     )
     weights = decode_programs.Weights.trained(config)
+    assert files == [pathlib.Path("runs/x/config.gin")]
     dtypes = [x.dtype for x in jax.tree.leaves(weights.state)]
     assert dtypes == [x.dtype for x in jax.tree.leaves(shapes_of(config).state)]
     assert dtypes != [x.dtype for x in jax.tree.leaves(nnx.split(trained[0])[1])]
-    prompts = np.asarray(weights.prompts(config, 3))
-    assert prompts.shape == (3, 40)
-    texts = split_documents(StdlibSource(), "heldout", DataConfig().heldout_fraction)
-    first = next(x.text for x in texts if len(x.text.encode()) >= 40)
-    assert ByteTokenizer().decode(prompts[0]) == first.encode()[:40].decode()
-    with pytest.raises(ValueError, match="prompt_length=1000000000"):
-        weights.prompts(dataclasses.replace(config, prompt_length=10**9), 1)
-    other = dataclasses.replace(model, vocab_size=261)
-    other = dataclasses.replace(config, model=other)
-    with pytest.raises(ValueError, match=r"runs/x is of another model: its embed.*260"):
-        decode_programs.Weights.trained(other)
+    prompts = [
+        ByteTokenizer().decode(x) for x in np.asarray(weights.prompts(config, 3))
+    ]
+    held_out = [x for x in texts if is_heldout(x, 0.5) and len(texts[x]) >= 40]
+    assert prompts == [texts[x][:40] for x in held_out[:3]]
+    with pytest.raises(ValueError, match="0 held-out texts have prompt_length=1000"):
+        weights.prompts(dataclasses.replace(config, prompt_length=1000), 1)
+    other = dataclasses.replace(config.model, rope_theta=7.0)
+    with pytest.raises(ValueError, match=r"runs/x is of another model: its attention"):
+        decode_programs.Weights.trained(dataclasses.replace(config, model=other))
+
+
+def test_what_was_named_and_did_not_run_is_said(monkeypatch):
+    steps = ("jit", "fused_kernel")
+    fused = {"gemv": "mosaic", "gated_delta_step": "mosaic"}
+    config = tiny(steps=steps, batches=(1,), fused=fused)
+    runs = {"gated_delta_step": "mosaic Config(x=1, y=2)", "gemv": "xla"}
+    monkeypatch.setattr(decode, "_time", lambda *_: [1.0])
+    rows = measured(monkeypatch, config, [0] * 4, runs=runs)
+    assert [row["note"] for row in rows] == ["", "runs without gemv"]
+    assert rows[1]["ms"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.nn import few_rows
+from jaxaccel.nn.attention import Attention
 from jaxaccel.nn.mlp import MLP
 from jaxaccel.nn.norm import RMSNorm
 from pallas_kernels._common import hw
@@ -96,3 +97,6 @@ def test_which_products_are_few():
     mlp = MLP(8, 8, implementation=(("gemv", "xla"),), rngs=nnx.Rngs(0))
     assert few_rows.adds_itself(mlp, x, cache=x)
     assert not few_rows.adds_itself(mlp, x, cache=None)  # it may be trained
+    config = dataclasses.replace(CONFIG.attention, use_bias=True)
+    with pytest.raises(NotImplementedError, match="'xla' for gemv, .* use_bias=True"):
+        Attention(config, 16, implementation=(("gemv", "xla"),), rngs=nnx.Rngs(0))
