@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels._common.forward_only import forward_only
 from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.held import Sizes
@@ -99,7 +100,8 @@ def decode_attention(
       table: i32[B, N], the page of a row's tokens n page, ..., (n + 1) page - 1; S is
         N page then. A page outside the pool, such as -1, holds no token.
       layer: i32[], if k and v have a leading axis of layers, the one that is meant.
-        The kernel reads it where it is.
+        Less than 0 is 0, and more than the last is the last. The kernel reads it where
+        it is.
       heads_first: whether the heads stand before the tokens in k and v: [B, G, S, K],
         pages [P, G, page, K].
       window: how many places back a query sees, itself included.
@@ -118,7 +120,8 @@ def decode_attention(
 
     Raises:
       ValueError: a shape, dtype or option is not allowed.
-      NotImplementedError: the named implementation cannot run this call.
+      NotImplementedError: the named implementation cannot run this call, or a gradient
+        through "mosaic" is asked for.
 
     Source: Flash-Decoding (Dao et al. 2023) for the split over tokens; PagedAttention
     (arXiv 2309.06180), section 4.1, for the pages.
@@ -138,6 +141,8 @@ def decode_attention(
         implementation=implementation,
     )
     sizes = _sizes(q, k, table, layer is not None, heads_first)
+    if layer is not None:
+        layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, sizes.layers - 1)
     options: dict[str, Any] = {
         "sizes": sizes,
         "table": table,
@@ -153,9 +158,8 @@ def decode_attention(
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
         from pallas_kernels.decode_attention import kernel
 
-        return kernel.decode_attention(
-            q, k, v, lengths, **options, config=choice.config
-        )
+        launch = forward_only("decode_attention", kernel.decode_attention)
+        return launch(q, k, v, lengths, **options, config=choice.config)
     lengths = jnp.clip(lengths, 0, sizes.length)
     run = reference if choice.implementation == "reference" else xla
     return run.decode_attention(q, k, v, lengths, **options)

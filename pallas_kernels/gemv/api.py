@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
+from pallas_kernels._common.forward_only import forward_only
 from pallas_kernels.gemv import config as configs
 from pallas_kernels.gemv import reference, xla
 
@@ -158,7 +159,8 @@ def gemv(
 
     Raises:
       ValueError: a shape or dtype is not allowed.
-      NotImplementedError: the named implementation cannot run this call.
+      NotImplementedError: the named implementation cannot run this call, or a gradient
+        through "mosaic" is asked for.
 
     Source: Basic Linear Algebra Subprograms, level 2 (Dongarra et al. 1988); Root Mean
     Square Layer Normalization (arXiv 1910.07467); GLU Variants (arXiv 2002.05202).
@@ -180,7 +182,8 @@ def gemv(
         # Imported on first use: Mosaic GPU takes a second that others need not pay.
         from pallas_kernels.gemv import kernel
 
-        found = kernel.gemv(choice.config, x, listed, **options)
+        launch = forward_only("gemv", kernel.gemv)
+        found = launch(choice.config, x, listed, **options)
     else:
         module = xla if choice.implementation == "xla" else reference
         found = module.gemv(x, listed, **options)

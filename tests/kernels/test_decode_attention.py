@@ -46,9 +46,14 @@ def arguments(spec, seed=0, holes=()):
     return q, k, v, jnp.asarray(spec.held), jnp.asarray(table), sinks
 
 
-def result(spec, args, implementation, **options):
+def result(spec, args, implementation, behind=0, **options):
+    """`behind`: how far the layer that is asked for lies behind the spec's."""
     options |= {"implementation": implementation, "out_dtype": jnp.float32}
-    op = functools.partial(decode_attention, **options)
+
+    def op(*args, layer, **named):
+        layer = None if layer is None else layer + behind
+        return decode_attention(*args, layer=layer, **named, **options)
+
     return jax.jit(specs.run(spec, op))(*args)
 
 
@@ -160,11 +165,13 @@ def test_the_kernel_is_the_reference(spec):
     """On one SM: items in turn, rings that go round, NaN wherever no token is."""
     args = arguments(spec, 4, holes=(1,) if spec.page else ())
     tiling = Config(unit=128, slots=2)
-    # Lengths out of bounds are cut to them.
+    # Lengths and layers out of bounds are cut to them.
     held = jnp.where(args[3] == 0, -5, args[3])
     held = jnp.where(held == spec.length, 999, held)
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        got = result(spec, (*args[:3], held, *args[4:]), "mosaic", config=tiling)
+        got = result(
+            spec, (*args[:3], held, *args[4:]), "mosaic", config=tiling, behind=5
+        )
     want = result(spec, (*args[:3], held, *args[4:]), "reference")
     assert_results(got, want, rel=4e-3)
     empty = spec.held[:, None] - spec.time + np.arange(spec.time) < 0
@@ -192,6 +199,40 @@ def test_other_tilings_are_the_reference(tiling, page):
     with hw.assume(dataclasses.replace(hw.H200, sms=2)), interpreted():
         got = result(spec, args, "mosaic", config=tiling)
     assert_results(got, result(spec, args, "reference"), rel=4e-3)
+
+
+@pytest.mark.parametrize("page", [0, 4])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_layer_that_is_none_is_the_nearest(implementation, page):
+    spec = dataclasses.replace(SMALL, layers=3, page=page)
+    q, k, v, held, table, _ = jax.jit(spec.arguments)(jax.random.key(3))
+    op = functools.partial(decode_attention, implementation=implementation)
+    op = functools.partial(op, q, k, v, held, table=table if page else None)
+    run = jax.jit(lambda layer: op(layer=layer)[0])
+    below, above, first, last = (np.asarray(run(x)) for x in (-2, 3, 0, 2))
+    np.testing.assert_array_equal(below, first)
+    np.testing.assert_array_equal(above, last)
+    assert not np.array_equal(first, last)
+
+
+def test_a_gradient_through_the_kernel_is_refused_by_name():
+    spec = CI["ci_kernel"]
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))
+
+    def pull(implementation, q, *rest):
+        op = functools.partial(decode_attention, implementation=implementation)
+
+        def loss(q):
+            o, _ = specs.run(spec, op)(q, *rest)
+            return jnp.sum(o.astype(jnp.float32))
+
+        return jax.grad(loss)(q)
+
+    with hw.assume():
+        with pytest.raises(NotImplementedError, match=r"decode_attention: .*xla"):
+            jax.eval_shape(functools.partial(pull, "mosaic"), *args)
+        got = jax.eval_shape(functools.partial(pull, "xla"), *args)
+    assert got.shape == args[0].shape
 
 
 def test_more_parts_than_are_joined_at_a_time():

@@ -81,6 +81,24 @@ def test_a_row_knows_nothing_of_the_others():
     np.testing.assert_array_equal(got[::2], alone[::2])
 
 
+def test_a_gradient_through_the_kernel_is_refused_by_name():
+    x = jax.ShapeDtypeStruct((2, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+    def pull(x, w, implementation):
+        def loss(w):
+            y = gemv(x, w, out_dtype=jnp.float32, implementation=implementation)
+            return jnp.sum(y)
+
+        return jax.grad(loss)(w)
+
+    with hw.assume():
+        with pytest.raises(NotImplementedError, match=r"gemv: .*xla"):
+            jax.eval_shape(functools.partial(pull, implementation="mosaic"), x, w)
+        got = jax.eval_shape(functools.partial(pull, implementation="xla"), x, w)
+    assert got == w
+
+
 def test_one_weight_gives_one_array():
     x, w = jnp.ones((2, 8)), jnp.ones((8, 16))
     assert gemv(x, w, implementation="xla").shape == (2, 16)
