@@ -98,5 +98,5 @@ def test_which_products_are_few():
     assert few_rows.adds_itself(mlp, x, cache=x)
     assert not few_rows.adds_itself(mlp, x, cache=None)  # it may be trained
     config = dataclasses.replace(CONFIG.attention, use_bias=True)
-    with pytest.raises(NotImplementedError, match="'xla' for gemv, .* use_bias=True"):
+    with pytest.raises(NotImplementedError, match=r"'xla' for gemv, .* use_bias=True"):
         Attention(config, 16, implementation=(("gemv", "xla"),), rngs=nnx.Rngs(0))
