@@ -337,10 +337,13 @@ def state_bytes(
     return sum(sizes.values()) / config.rows.context, host / config.rows.context
 
 
+_drawn = jax.jit(ruler_rows, static_argnums=(0, 1, 3))
+
+
 def rows_for(config: RulerBenchConfig, name: str) -> list[tuple[str, RulerRows]]:
     """The rows of a task, or with the name "places" of needles at chosen places."""
     if name != "places":
-        rows = ruler_rows(
+        rows = _drawn(
             config.rows, config.task(name), task_key(config, name), config.eval_rows
         )
         return [(name, rows)]
@@ -361,7 +364,7 @@ def rows_for(config: RulerBenchConfig, name: str) -> list[tuple[str, RulerRows]]
     return [
         (
             text,
-            ruler_rows(
+            _drawn(
                 config.rows,
                 task,
                 jax.random.fold_in(key, place),

@@ -5,7 +5,8 @@
 
 Needles, variables and word counts (see `jaxaccel.data.ruler`) in contexts that grow
 from phase to phase. Training ends with the last phase, with the time, or as soon as
-every task is passed at the last phase's length. `jaxaccel bench kv_cache` then asks the
+every task is passed at the last phase's length, on rows of their own: those that are
+reported end nothing. `jaxaccel bench kv_cache` then asks the
 saved model through its caches: only where dense attention answers does a cache's
 failure mean something. What comes out is accuracy, no speed.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import pathlib
 import time as clock
@@ -42,7 +44,7 @@ from jaxaccel.models.safetensors_io import (
     write_checkpoint,
 )
 from jaxaccel.training.config import TrainConfig
-from jaxaccel.training.optim import make_optimizer
+from jaxaccel.training.optim import learning_rate, make_optimizer
 from jaxaccel.training.step import TrainState, make_init, make_train_step
 from pallas_kernels._common.bench import digits, stamp
 from pallas_kernels._common.dispatch import recorded_choices
@@ -54,9 +56,11 @@ class Trained:
 
     Attributes:
       model: a `Decoder`.
-      accuracy: share of rows of each task that dense attention answers.
+      accuracy: share of rows of each task that dense attention answers, of rows that
+        neither a step nor the end of training depends on.
       losses: nats a question, the mean over each call's steps.
       steps: steps made.
+      last_lr: learning rate of the last of them.
       seconds: of all of it, compilation included.
       compile_seconds: of tracing and compiling.
       is_finite: whether every loss and gradient was.
@@ -67,6 +71,7 @@ class Trained:
     accuracy: dict[str, float]
     losses: list[float]
     steps: int
+    last_lr: float
     seconds: float
     compile_seconds: float
     is_finite: bool
@@ -80,13 +85,25 @@ def parts_of(config: RulerBenchConfig) -> ModelParts:
 
 
 def task_key(config: RulerBenchConfig, name: str) -> jax.Array:
-    """The key of a task's rows, which no training step draws from."""
-    base = jax.random.fold_in(jax.random.key(config.seed), 1)
+    """The key of a task's rows that are reported; training never draws from it."""
+    return _of_task(config, name, 1)
+
+
+def stopping_key(config: RulerBenchConfig, name: str) -> jax.Array:
+    """The key of a task's rows that may end training, which are never reported."""
+    return _of_task(config, name, 4)
+
+
+def _of_task(config: RulerBenchConfig, name: str, purpose: int) -> jax.Array:
+    base = jax.random.fold_in(jax.random.key(config.seed), purpose)
     return jax.random.fold_in(base, config.tasks.index(name))
 
 
 def dense_accuracy(parts: ModelParts, config: RulerBenchConfig) -> Any:
-    """A compiled-once function (params, buffers) -> accuracy of each task by name."""
+    """A compiled-once (params, buffers, key of a task) -> accuracy of each by name.
+
+    The key of a task is a function, `task_key` or `stopping_key`.
+    """
 
     @jax.jit
     def ask(params, buffers, tokens, answers):
@@ -101,13 +118,15 @@ def dense_accuracy(parts: ModelParts, config: RulerBenchConfig) -> Any:
         logits = jax.lax.map(rows, tokens.reshape(-1, few, tokens.shape[1]))
         return is_right(logits.reshape(*answers.shape[:2], -1), answers)
 
-    def all_tasks(params, buffers) -> dict[str, float]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def drawn(task, key):
+        return ruler_rows(config.rows, task, key, config.eval_rows)
+
+    def all_tasks(params, buffers, key_of) -> dict[str, float]:
         found = {}
         for name in config.tasks:
             task = config.task(name)
-            rows = ruler_rows(
-                config.rows, task, task_key(config, name), config.eval_rows
-            )
+            rows = drawn(task, key_of(config, name))
             right = ask(params, buffers, rows.tokens, rows.answers)
             right = jnp.all(right[:, : task.questions], axis=1)
             found[name] = float(jnp.mean(right.astype(jnp.float32)))
@@ -138,7 +157,6 @@ def train(config: RulerBenchConfig) -> Trained:
     state: TrainState = jax.jit(make_init(build, optimizer, train_config))()
     key = jax.random.fold_in(jax.random.key(config.seed), 2)
     ask = dense_accuracy(parts, config)
-    accuracy: dict[str, float] = {}
     losses: list[float] = []
     compile_seconds, runs = 0.0, {}
 
@@ -174,19 +192,22 @@ def train(config: RulerBenchConfig) -> Trained:
             told = (
                 f"{age():6.1f} s  context {context}: {losses[-1]:.3f} nats a question"
             )
+            passed = False
             if is_last:
-                accuracy = ask(state.params, state.buffers)
-                told += "  " + _told(accuracy)
+                found = ask(state.params, state.buffers, stopping_key)
+                told += "  " + _told(found)
+                passed = min(found.values()) >= config.passes
             print(told, flush=True)
-            if accuracy and min(accuracy.values()) >= config.passes:
+            if passed:
                 break
-    if not accuracy:
-        accuracy = ask(state.params, state.buffers)
+    made = int(state.step)
+    rate = learning_rate(config.optim, config.num_steps)
     return Trained(
         model=parts.merge(state.params, state.buffers),
-        accuracy=accuracy,
+        accuracy=ask(state.params, state.buffers, task_key),
         losses=losses,
-        steps=int(state.step),
+        steps=made,
+        last_lr=float(rate(made - 1)),
         seconds=age(),
         compile_seconds=compile_seconds,
         is_finite=bool(state.finite),
@@ -242,6 +263,9 @@ def rows_of(config: RulerBenchConfig, trained: Trained) -> list[dict[str, Any]]:
         "context": config.rows.context,
         "phases": [list(phase) for phase in config.phases],
         "steps": trained.steps,
+        "planned_steps": config.num_steps,
+        # A run that time or success ends early may not have come to its decay.
+        "last_lr": digits(trained.last_lr),
         "train_s": digits(trained.seconds),
         "compile_s": digits(trained.compile_seconds),
         "last_nats": digits(trained.losses[-1]) if trained.losses else None,

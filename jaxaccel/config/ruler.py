@@ -90,7 +90,8 @@ class RulerBenchConfig:
       eval_rows: rows of each task.
       passes: what dense attention must score for a task to tell caches apart.
       max_seconds: training ends at this age, whatever is left, and each phase at its
-        share of it; `None` for never.
+        share of it; `None` for never. The learning rate follows the steps of all
+        phases as planned: a run that is cut may end before it decays.
       budgets: chosen tokens as shares of the context, of the caches that are asked.
       outliers: outlier chunks of ShadowKV, the sink among them.
       local_window: newest tokens that caches keep.
