@@ -1,9 +1,9 @@
 """Mosaic GPU kernel of `host_gather`: loads that go over the link themselves.
 
 The table stays where it is. A warpgroup shares a row, 16 bytes a thread at most, and
-has several rows on their way before it needs the first; a few blocks together keep the
-link full, as each answer takes long but the link holds many. No copy engine, no thread
-of the host and no second buffer has a part in it.
+asks for several before it writes the first; a few blocks together keep the link full,
+as each answer takes long but the link holds many. No copy engine, no thread of the host
+and no second buffer has a part in it.
 
 Rows that 128 threads cannot share, of 160 bytes say, are read several at a time: each
 thread has pieces of 16 bytes of them.
@@ -44,7 +44,8 @@ def _host_gather_kernel(
     def step(i, carry):
         first = (block + i * blocks) * config.rows
         lookups = [first + r for r in range(config.rows)]
-        # All loads are issued before the first one is needed.
+        # No row is written before all are asked for. Each load is behind a condition of
+        # its own, so how many are on their way at once is up to the compiler.
         loaded = [read(lookup) for lookup in lookups]
         for lookup, row in zip(lookups, loaded, strict=True):
             out_ref.at[lookup][...] = row

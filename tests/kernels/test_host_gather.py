@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import host_gather
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, indexed
 from pallas_kernels._common.interpret import interpreted
-from pallas_kernels.host_gather import api, config, specs
+from pallas_kernels.host_gather import api, config, kernel, specs
 
 
 CI = {spec.name: spec for spec in specs.specs("ci")}
@@ -90,17 +90,48 @@ def test_lowers_for_the_card_with_the_table_on_the_host(spec):
     assert "pk_host_gather" in text
 
 
+NO_ROWS = [-1, 4, -(2**31), 2**31 - 1, -2]
+
+
 @pytest.mark.parametrize("dim", [128, 80])
-def test_what_is_no_row_is_not_read(dim):
-    """Ids are read as they stand, and the interpreter refuses what is outside."""
+def test_what_is_no_row_gives_zeros(dim):
     spec = specs.Spec(
         name="none", tag="ci", num_rows=4, dim=dim, lookups=(9,), dtype="bfloat16"
     )
     table = jnp.asarray(spec.table())
-    ids = jnp.array([-1, 3, 4, -(2**31), 2**31 - 1, 0, -1, 2, -2], jnp.int32)
+    ids = jnp.array([3, *NO_ROWS, 0, 2, -1], jnp.int32)
     with interpreted():
         got = result(table, ids, "mosaic")
     np.testing.assert_array_equal(np.asarray(got), expected(spec.table(), ids))
+
+
+def test_what_is_no_row_is_not_read():
+    """Of a table without rows the interpreter refuses any read."""
+    table, ids = jnp.zeros((0, 128), jnp.bfloat16), jnp.array(NO_ROWS, jnp.int32)
+    with interpreted():
+        got = kernel.host_gather(config.Config(blocks=2, rows=1), table, ids)
+    assert got.shape == (5, 128)
+    assert not np.asarray(got).any()
+
+
+def test_no_piece_of_what_is_no_row_is_read(monkeypatch):
+    """The reads give 1 for each piece that is left out, and 0 for one that is read."""
+    take = indexed.take
+
+    def told(ref, indices, width=None, *, where=None, **named):
+        if width is None:
+            return take(ref, indices, where=where, **named)
+        assert where is not None
+        left_out = jnp.where(where, 0, 1).astype(ref.dtype)
+        return jnp.broadcast_to(left_out[:, None], (*left_out.shape, width))
+
+    monkeypatch.setattr(indexed, "take", told)
+    ids = jnp.array([3, *NO_ROWS, 0, 2, -1], jnp.int32)
+    with interpreted():
+        got = result(jnp.zeros((4, 80), jnp.bfloat16), ids, "mosaic")
+    is_row = (np.asarray(ids) >= 0) & (np.asarray(ids) < 4)
+    want = np.broadcast_to(~is_row[:, None], got.shape)
+    np.testing.assert_array_equal(np.asarray(got) == 1, want)
 
 
 def test_rows_on_their_way_fill_the_registers_at_most():
