@@ -36,6 +36,9 @@ from pallas_kernels.host_gather import host_gather
 
 _FORMAT = "row-table-1"
 _HEADER, _ROWS = "table.json", "rows.bin"
+# Bytes that are written to a file at a time: a table on a device is never whole on the
+# host.
+_PIECE_BYTES = 2**28
 # A gather thread is worth starting for this many rows.
 _ROWS_PER_THREAD = 16_384
 
@@ -348,13 +351,16 @@ class HostTable(_Staged):
 
 
 def save_table(
-    folder: str | os.PathLike[str], rows: np.ndarray, *, description: Any = None
+    folder: str | os.PathLike[str],
+    rows: np.ndarray | jax.Array,
+    *,
+    description: Any = None,
 ) -> None:
-    """Writes a table as a `MappedTable` reads it.
+    """Writes a table as a `MappedTable` reads it, in pieces.
 
     Args:
       folder: made if it isn't there.
-      rows: [N, d] of any dtype.
+      rows: [N, d] of any dtype, on the host or on a device.
       description: JSON that says what the rows belong to, a hash layout say.
     """
     path = pathlib.Path(folder)
@@ -365,8 +371,17 @@ def save_table(
         "dtype": np.dtype(rows.dtype).name,
         "description": description,
     }
+    row_bytes = rows.shape[1] * np.dtype(rows.dtype).itemsize
+    size = max(_PIECE_BYTES // max(row_bytes, 1), 1)
     with (path / _ROWS).open("wb") as file:
-        np.ascontiguousarray(rows).view(np.uint8).tofile(file)
+        for begin in range(0, rows.shape[0], size):
+            count = min(size, rows.shape[0] - begin)
+            if isinstance(rows, np.ndarray):
+                piece = rows[begin : begin + count]
+            else:
+                # One program for all pieces of a size.
+                piece = np.asarray(jax.lax.dynamic_slice_in_dim(rows, begin, count))
+            np.ascontiguousarray(piece).view(np.uint8).tofile(file)
     # Last: a folder with a header is whole.
     (path / _HEADER).write_text(json.dumps(header), encoding="utf-8")
 

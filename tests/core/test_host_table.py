@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxaccel.core import host_table
 from jaxaccel.core.host_table import (
     DeviceTable,
     HostTable,
@@ -78,6 +79,16 @@ def test_all_tiers_give_the_same_bytes(stores, dtype):
         assert store.stats.bytes == store.stats.rows * D * rows.dtype.itemsize
     assert mapped.cache_rows == 12 < N
     assert 0 < mapped.stats.cache_hits < mapped.stats.rows
+
+
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("piece_bytes", [1, 25 * D * 2, 2**20])
+def test_a_table_is_written_in_pieces(tmp_path, monkeypatch, place, piece_bytes):
+    rows = table_of("bfloat16")
+    monkeypatch.setattr(host_table, "_PIECE_BYTES", piece_bytes)
+    save_table(tmp_path, place(rows))
+    written = np.fromfile(tmp_path / "rows.bin", rows.dtype).reshape(rows.shape)
+    np.testing.assert_array_equal(written.view(np.uint8), rows.view(np.uint8))
 
 
 def test_cache_keeps_what_was_read_last(stores):
