@@ -5,8 +5,8 @@
     jaxaccel bench engram --only experiment --gin_file experiments/engram/slots.gin \
         --json FILE
 
-Rows of an earlier call stay in the file; those of the same name are replaced. Options
-of a subject: `jaxaccel bench engram --only NAME --help`.
+Rows of an earlier call stay in the file; those of the same name and run are replaced.
+Options of a subject: `jaxaccel bench engram --only NAME --help`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ SUBJECTS = {
 }
 """Subject -> its module, with `add_arguments`, `run` and `is_good`."""
 
-_NAME = ("subject", "op", "workload", "implementation", "model", "seed")
+RUN = ("workload", "steps", "batch", "seeds", "seed", "over_model")
+"""What rows of one run have in common; an experiment's are compared within it alone."""
+
+_NAME = ("subject", "op", "implementation", "model", *RUN)
 
 
 def _name(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -44,6 +47,26 @@ def merged(
     old = json.loads(path.read_text())["rows"] if path.is_file() else []
     new = {_name(row) for row in rows}
     return [*(row for row in old if _name(row) not in new), *rows]
+
+
+def of_one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows that may stand beside each other.
+
+    Args:
+      rows: of an experiment, of any runs.
+
+    Returns:
+      Those of the run with the most models; among equal ones of the longest training,
+      then of the last.
+    """
+    runs: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row.get(key) for key in RUN), []).append(row)
+
+    def size(run: list[Mapping[str, Any]]) -> tuple[int, int]:
+        return len(run), run[0].get("steps") or 0
+
+    return max(reversed(runs.values()), key=size, default=[])
 
 
 def _subject(name: str) -> Any:

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 import jaxaccel.config.engram_bench  # noqa: F401  registers the configs
+from jaxaccel.benchmarks.engram import RUN
 from jaxaccel.benchmarks.engram_streams import StreamsModel
 from jaxaccel.benchmarks.recall import interval
 from jaxaccel.config.engram_bench import (
@@ -385,7 +386,8 @@ def row_of(
 
     Returns:
       A row; `nats` has "by_seed", "mean" and "interval" of the mean over all kinds,
-      `over` the same of its difference from the first model's, seed by seed.
+      `over` the same of its difference from the first model's, seed by seed, which is
+      named in `over_model`; see `engram.of_one_run`.
     """
     contender = outcome.contender
     row: dict[str, Any] = {
@@ -401,6 +403,8 @@ def row_of(
         "seeds": config.num_seeds,
         "steps": config.num_steps,
         "batch": config.batch_size,
+        "seed": config.seed,
+        "over_model": (first or outcome).contender.name,
         "nats": _of_seeds(outcome.nats.mean(axis=-1)),
         "nats_per_byte": _of_seeds(outcome.per_byte),
         "curve": [[digits(float(x), 5) for x in call] for call in outcome.curve],
@@ -423,7 +427,7 @@ def slots_fit(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A line through the seeds' losses over log2 of the tables' rows.
 
     Args:
-      rows: of models; those without a table are left out.
+      rows: of a run's models; those without a table are left out.
 
     Returns:
       A row with `nats_per_doubling` and `r_squared`.
@@ -438,7 +442,7 @@ def slots_fit(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     slope, base = np.polyfit(x, y, 1)
     rest = np.sum((y - slope * x - base) ** 2)
     return {
-        **{key: rows[0][key] for key in ("subject", "op", "workload", "seeds")},
+        **{key: rows[0][key] for key in ("subject", "op", *RUN)},
         "implementation": "jaxaccel",
         "model": "line",
         "nats_per_doubling": digits(float(slope)),
@@ -479,7 +483,8 @@ def measure(
       jobs: models that are compiled at the same time.
 
     Yields:
-      The row of a model; last, with `fit_slots`, that of the line.
+      The row of a model; last, with `fit_slots` and tables of more than one size, that
+      of the line.
 
     Raises:
       ValueError: the models' sizes differ too much.
@@ -504,7 +509,8 @@ def measure(
         rows.append(row)
         _show(row, task)
         yield [row]
-    if config.fit_slots:
+    sizes = {row["table_rows"] for row in rows if row["table_rows"]}
+    if config.fit_slots and len(sizes) > 1:
         line = slots_fit(rows)
         print(line)
         yield [line]

@@ -57,7 +57,8 @@ class PlantedConfig:
             "num_names": 1,
             "num_answers": 1,
             "facts_per_row": 1,
-            "apart_per_row": 0,
+            # Nothing could be told of a kind without targets.
+            "apart_per_row": 1,
             "gap": 1,
             "num_symbols": 1,
             "span": 1,

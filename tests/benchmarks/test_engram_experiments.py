@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 
 from jaxaccel import benchmarks
 from jaxaccel.benchmarks import engram_experiments as experiments
+from jaxaccel.benchmarks.engram import RUN
 from jaxaccel.config.engram_bench import (
     AblatedConfig,
     EngramBenchConfig,
@@ -129,41 +131,6 @@ def test_frequent_facts_come_first():
     assert reached[-1] == pytest.approx(1)
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    small, arrays = config(), TASK.arrays()
-    return [
-        experiments.train(
-            experiments.make_contender(name, entry, small, TASK, arrays), small, arrays
-        )
-        for name, entry in small.models.items()
-    ]
-
-
-def test_rows_tell_seeds_intervals_and_silence(outcomes):
-    first, small = outcomes[0], config()
-    memory = experiments.row_of(first, None, small, TASK)
-    none = experiments.row_of(outcomes[1], first, small, TASK)
-    assert memory["parameters"] > none["parameters"] > 1000
-    assert memory["table_parameters"] == 4 * memory["table_rows"] > 4 * 80
-    assert none["table_rows"] == 0
-    for row in (memory, none):
-        assert row["note"] == ""
-        assert len(row["nats"]["by_seed"]) == len(row["curve"][0]) == 2
-        low, high = row["nats"]["interval"]
-        assert low <= row["nats"]["mean"] <= high
-    assert "silent_right" in memory["fact"]
-    assert "silent_right" not in none["copy"]
-    over = np.subtract(none["nats"]["by_seed"], memory["nats"]["by_seed"])
-    assert none["over"]["mean"] == pytest.approx(np.mean(over), abs=1e-3)
-
-
-def test_seeds_differ_and_are_repeatable(outcomes):
-    again = experiments.train(outcomes[1].contender, config(), TASK.arrays())
-    np.testing.assert_array_equal(again.nats, outcomes[1].nats)
-    assert (again.nats[0] != again.nats[1]).all()
-
-
 def text_task(**changes):
     words = [f"{a}{b} " for a in "abcdef" for b in "ghijkl"]
     rng = np.random.default_rng(0)
@@ -175,6 +142,110 @@ def text_task(**changes):
         heldout_fraction=0.4,
     )
     return TextConfig(**{"data": data, "seq_len": 8, **changes})
+
+
+@pytest.fixture(scope="module")
+def text():
+    return experiments.Text.read(text_task())
+
+
+def text_config():
+    """Real text, a memory of its tokenizer's classes, and none."""
+    memory = WithEngramConfig(model=model(259), engram=engram(compress=True))
+    return config(task=text_task(), models={"memory": memory, "none": model(259)})
+
+
+def trained(name, text):
+    small, arrays = text_config(), text.arrays()
+    entry = small.models[name]
+    contender = experiments.make_contender(name, entry, small, text, arrays)
+    return experiments.train(contender, small, arrays)
+
+
+@pytest.fixture(scope="module")
+def with_memory(text):
+    return trained("memory", text)
+
+
+@pytest.fixture(scope="module")
+def without_memory(text):
+    return trained("none", text)
+
+
+def test_seeds_differ_and_are_repeatable(without_memory, text):
+    again = experiments.train(without_memory.contender, text_config(), text.arrays())
+    np.testing.assert_array_equal(again.nats, without_memory.nats)
+    assert (again.nats[0] != again.nats[1]).all()
+
+
+def test_rows_tell_seeds_intervals_and_silence(with_memory, without_memory, text):
+    small = text_config()
+    memory = experiments.row_of(with_memory, None, small, text)
+    none = experiments.row_of(without_memory, with_memory, small, text)
+    assert memory["parameters"] > none["parameters"] > 1000
+    assert memory["table_parameters"] == 4 * memory["table_rows"] > 4 * 80
+    assert none["table_rows"] == 0
+    for row in (memory, none):
+        assert row["note"] == ""
+        assert len(row["nats"]["by_seed"]) == len(row["curve"][0]) == 2
+        low, high = row["nats"]["interval"]
+        assert low <= row["nats"]["mean"] <= high
+        assert row["nats_per_byte"]["mean"] > 0
+        assert row["over_model"] == "memory"
+    assert "silent_right" in memory["text"]
+    assert "silent_right" not in none["text"]
+    assert "over" not in memory
+    over = np.subtract(none["nats"]["by_seed"], memory["nats"]["by_seed"])
+    assert none["over"]["mean"] == pytest.approx(np.mean(over), abs=1e-3)
+
+
+class Symbols:
+    """A model to which any symbol, 16 to 18, is as likely, and more than all else."""
+
+    def __call__(self, tokens, segments, positions):
+        is_symbol = np.isin(np.arange(TASK.vocab_size), [16, 17, 18])
+        logits = jnp.broadcast_to(is_symbol, (*tokens.shape, TASK.vocab_size))
+        return types.SimpleNamespace(logits=logits.astype(jnp.float32))
+
+
+def test_planted_kinds_are_asked_apart(without_memory):
+    parts: Any = types.SimpleNamespace(merge=lambda params, buffers: Symbols())
+    small = config(eval_batches=3)
+    ask = experiments._question(parts, small, TASK, has_memory=False)
+    sums = np.asarray(jax.jit(ask)(None, None, TASK.arrays()))[0]
+    nats, right, count, num_bytes = sums
+    # Six rows: 3 facts, 2 facts apart and 2 copied symbols each.
+    np.testing.assert_array_equal(count, [18, 12, 12])
+    np.testing.assert_array_equal(num_bytes, count)
+    other = np.log(TASK.vocab_size - 3 + 3 * np.e)
+    np.testing.assert_allclose(nats / count, [other, other, other - 1], rtol=1e-5)
+    assert right[:2].tolist() == [0, 0]
+    assert 0 < right[2] < 12
+    both = np.stack([nats, nats]) / count
+    outcome = dataclasses.replace(without_memory, nats=both, right=0 * both)
+    row = experiments.row_of(outcome, None, small, TASK)
+    assert row["workload"] == "PlantedConfig"
+    assert row["apart"]["nats"]["mean"] == pytest.approx(other, rel=1e-4)
+    assert row["copy"]["nats"]["mean"] == pytest.approx(other - 1, rel=1e-4)
+
+
+def test_measuring_goes_through_the_models_in_turn(
+    with_memory, without_memory, monkeypatch
+):
+    done = {"memory": with_memory, "none": without_memory}
+    monkeypatch.setattr(experiments, "make_contender", lambda name, *_: name)
+    monkeypatch.setattr(experiments, "train", lambda name, *_: done[name])
+    small = dataclasses.replace(text_config(), fit_slots=True)
+    # No line goes through tables of one size.
+    ((memory,), (none,)) = experiments.measure(small, jobs=2)
+    assert [memory["model"], none["model"]] == ["memory", "none"]
+    shared = {tuple(row[key] for key in RUN) for row in (memory, none)}
+    assert shared == {("TextConfig", 2, 2, 2, 0, "memory")}
+    # Models that are named: held against the first of them.
+    other = dataclasses.replace(small, models={"none": small.models["none"]})
+    ((alone,),) = experiments.measure(other)
+    assert alone["over_model"] == "none"
+    assert "over" not in alone
 
 
 def test_pieces_of_text_are_in_their_split():
@@ -201,14 +272,6 @@ def test_pieces_of_text_are_in_their_split():
 def test_a_split_that_is_too_short_is_named():
     with pytest.raises(ValueError, match=r"split has \d+ tokens, a row needs 100001"):
         experiments.Text.read(text_task(seq_len=100_000))
-
-
-def test_text_is_compressed_by_the_tokenizers_classes():
-    task = text_task()
-    memory = WithEngramConfig(model=model(259), engram=engram(compress=True))
-    ((row,),) = experiments.measure(config(task=task, models={"memory": memory}))
-    assert row["note"] == ""
-    assert row["nats_per_byte"]["mean"] > 0
 
 
 def run_of(built, tokens):
@@ -275,10 +338,8 @@ def test_what_there_is_not_cannot_be_zeroed():
 def test_a_line_through_the_losses():
     rows = [
         {
-            "subject": "experiment",
-            "op": "slots",
-            "workload": "t",
-            "seeds": 2,
+            **{"subject": "experiment", "op": "slots"},
+            **dict.fromkeys(RUN, 2),
             "table_rows": rows,
             "nats": {"by_seed": [loss, loss]},
         }
@@ -286,6 +347,7 @@ def test_a_line_through_the_losses():
     ]
     line = experiments.slots_fit(rows)
     assert line["nats_per_doubling"] == pytest.approx(-0.05)
+    assert {line[key] for key in RUN} == {2}
     assert line["r_squared"] == pytest.approx(1)
 
 
@@ -302,6 +364,8 @@ def test_configs_that_do_not_fit_are_named():
         StreamsConfig(model=model(), streams=4, engram=engram(streams=2))
     with pytest.raises(ValueError, match="num_seeds=1"):
         config(num_seeds=1)
+    with pytest.raises(ValueError, match="apart_per_row=0 must be at least 1"):
+        PlantedConfig(apart_per_row=0)
     with pytest.raises(ValueError, match="num_facts=10"):
         PlantedConfig(num_facts=10, num_names=3)
 
