@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccel.benchmarks.engram_inference import TOLERANCE, apart
+from jaxaccel.benchmarks.engram_inference import compared
 from jaxaccel.benchmarks.engram_serving import (
     Models,
     Serving,
@@ -244,11 +244,12 @@ def rows_of(
     first = next((t for t in done if not t.name.startswith("none")), None)
     rows = []
     for tier in done:
-        off = None
+        want = None
         plain = tier.name.startswith("none")
         if first is not None and not plain and tier.name != first.name:
-            off = apart(tier.outputs, first.outputs)
-        is_right = off is None or off <= TOLERANCE
+            want = first.outputs
+        off, note = compared(tier.outputs, want)
+        is_right = not note
         own = speeds[tier.name]
         loss = {
             f"loss_to_{name}": digits(1 - own / speeds[name], 3)
@@ -268,10 +269,10 @@ def rows_of(
                 "ms": digits(1e3 * decoding.batch / own) if is_right else None,
                 "tokens_per_s": digits(own) if is_right else None,
                 **loss,
-                "apart": None if off is None else digits(off),
+                "apart": off,
                 "runs": tier.runs,
                 "timer": "host",
-                "note": "" if is_right else f"hidden states differ by {off:.2g}",
+                "note": note,
             }
         )
         shown = ("implementation", "ms", "loss_to_none", "loss_to_device", "note")

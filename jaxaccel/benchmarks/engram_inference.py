@@ -142,13 +142,37 @@ def one_round(
 
 
 def apart(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """The largest relative difference of two runs' outputs."""
+    """The largest relative difference of two runs' outputs; NaN if there is one."""
 
     def one(a, b):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
-    return max(one(a, b) for a, b in zip(got, want, strict=True))
+    # Not `max`, which passes over a NaN that is not the first.
+    return float(np.max([one(a, b) for a, b in zip(got, want, strict=True)]))
+
+
+def compared(
+    got: Sequence[Any], want: Sequence[Any] | None
+) -> tuple[float | None, str]:
+    """Holds a run's outputs against another's.
+
+    Args:
+      got: outputs of the run.
+      want: of the other; `None` if there is none, then they must be finite.
+
+    Returns:
+      (`apart`, `None` without another run or if it is not finite; what is wrong with
+      the outputs, "" if nothing).
+    """
+    if not all(np.isfinite(np.asarray(x, np.float32)).all() for x in got):
+        return None, "hidden states are not finite"
+    if want is None:
+        return None, ""
+    off = apart(got, want)
+    # A NaN is not within the tolerance.
+    note = "" if off <= TOLERANCE else f"hidden states differ by {off:.2g}"
+    return (digits(off) if np.isfinite(off) else None), note
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -307,7 +331,8 @@ def make_tiers(
             yield tier
     if set(names) & set(FILE_TIERS):
         folder = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory()))
-        save_table(folder, np.asarray(table))
+        # In pieces from the device, if there is no copy on the host yet.
+        save_table(folder, table if on_host is None else host_view(on_host))
         for name in FILE_TIERS:
             if name in names:
                 _forget_cached(folder)
@@ -336,10 +361,11 @@ def rows_of(serving: Serving, tiers: Sequence[Tier]) -> list[Any]:
 
     rows = []
     for tier in tiers:
-        off = None
+        want = None
         if first is not None and tier.name not in ("none", first.name):
-            off = apart(tier.rounds[-1].outputs, first.rounds[-1].outputs)
-        is_right = off is None or off <= TOLERANCE
+            want = first.rounds[-1].outputs
+        off, note = compared(tier.rounds[-1].outputs, want)
+        is_right = not note
         own = speed(tier.name)
         assert own is not None
         timed = tier.rounds[1:]
@@ -375,12 +401,12 @@ def rows_of(serving: Serving, tiers: Sequence[Tier]) -> list[Any]:
                 "wait_ms": digits(
                     batch_ms * statistics.median(r.waited for r in timed)
                 ),
-                "apart": None if off is None else digits(off),
+                "apart": off,
                 **tier.stats(),
                 "first_round_s": digits(tier.first_seconds),
                 "runs": tier.runs,
                 "timer": "host",
-                "note": "" if is_right else f"hidden states differ by {off:.2g}",
+                "note": note,
             }
         )
     return rows

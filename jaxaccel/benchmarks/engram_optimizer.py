@@ -35,6 +35,9 @@ from pallas_kernels.engram_gather import engram_gather
 GOAL = 1.3
 """Largest ratio of the times of the largest and the smallest table."""
 
+KINDS = ("adam", "rowwise_adam")
+"""Optimizers whose first step `wrong` knows."""
+
 _RATE = 1e-3
 
 
@@ -47,7 +50,7 @@ class OptimizerBench:
       lookups: M, of a step.
       width: d of a row, f32.
       exponent: of Zipf's law.
-      kind: of `TableOptimConfig`.
+      kind: of `TableOptimConfig`, one of `KINDS`.
       dense_rows: tables of at most so many rows are trained densely too.
       rounds: timed calls in a row are repeated so often, one to warm up.
       calls: in a row.
@@ -65,6 +68,11 @@ class OptimizerBench:
     def __post_init__(self):
         if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
             raise ValueError(f"sizes={self.sizes} must ascend, and not be empty")
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"kind={self.kind!r} is not measured, allowed are "
+                f"{', '.join(map(repr, KINDS))}"
+            )
         for name in ("lookups", "width", "calls"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
@@ -243,7 +251,8 @@ def measure(
 
     Yields:
       For each implementation a row for each table; `ratio` is to the time with the
-      smallest table, and there is no time where a value was wrong.
+      smallest table, `None` where that has none; there is no time where a value was
+      wrong.
     """
     dy = jax.random.normal(jax.random.key(0), (bench.lookups, bench.width), jnp.float32)
     for name in implementations:
@@ -259,11 +268,11 @@ def _measure_one(
     # The largest first: it finds the device's memory whole.
     contenders = [contend(bench, n, name, dy) for n in reversed(sizes)][::-1]
     _time(bench, contenders, dy)
-    first: float | None = None
-    for contender in contenders:
-        rounds = contender.rounds_ms[1:]
-        ms = None if contender.note else statistics.median(rounds)
-        first = ms if first is None else first
+    # Without a right value there is no time.
+    times = [[] if c.note else c.rounds_ms[1:] for c in contenders]
+    medians = [statistics.median(rounds) if rounds else None for rounds in times]
+    first = medians[0] if medians else None
+    for contender, rounds, ms in zip(contenders, times, medians, strict=True):
         rows.append(
             {
                 "subject": "optimizer",
@@ -297,7 +306,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows of the tables, separated by commas",
     )
     group.add_argument("--lookups", type=int, default=defaults.lookups)
-    group.add_argument("--kind", default=defaults.kind, help="of the optimizer")
+    group.add_argument(
+        "--kind", choices=KINDS, default=defaults.kind, help="of the optimizer"
+    )
     group.add_argument(
         "--sums",
         default="xla,mosaic,dense" if jax.default_backend() == "gpu" else "xla,dense",

@@ -1,7 +1,9 @@
 """The memory's benchmarks check what they time, and keep rows of earlier calls."""
 
+import contextlib
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +80,26 @@ def test_a_wrong_row_has_no_time():
     assert "was not read" in engram_optimizer.wrong(SMALL, moved, dy, ids)
 
 
-def test_sizes_that_do_not_ascend_are_named():
+def test_a_smallest_table_that_is_wrong_leaves_no_ratio(monkeypatch):
+    def wrong(bench, table, dy, ids):
+        return "row 7 is off" if table.shape[0] == 300 else ""
+
+    monkeypatch.setattr(engram_optimizer, "wrong", wrong)
+    ((small, large),) = engram_optimizer.measure(SMALL, ("xla",))
+    assert (small["ms"], small["rounds_ms"], small["ratio"]) == (None, [], None)
+    assert small["note"] == "row 7 is off"
+    assert not engram_optimizer.is_good(small)
+    assert large["ms"] == large["rounds_ms"][0] > 0
+    assert large["ratio"] is None
+
+
+def test_sizes_and_kinds_that_are_not_measured_are_named():
     with pytest.raises(ValueError, match=r"sizes=\(5, 3\)"):
         OptimizerBench(sizes=(5, 3))
+    with pytest.raises(
+        ValueError, match=r"'sinkhorn_momentum'.*'adam', 'rowwise_adam'"
+    ):
+        OptimizerBench(kind="sinkhorn_momentum")
 
 
 def test_prompts_are_pieces_of_the_text(serving):
@@ -137,6 +156,32 @@ def test_tiers_give_equal_results(serving, names):
         assert rows[-1]["rows_per_batch"] > 1
 
 
+class NoModel:
+    def gathered(self):
+        return print, None
+
+
+@pytest.mark.parametrize("names", [("file",), ("staged", "file_sync")])
+def test_a_table_for_a_file_is_never_copied_whole(serving, monkeypatch, names):
+    saved, save_table = [], engram_inference.save_table
+
+    def save(folder, rows):
+        saved.append(rows)
+        save_table(folder, rows)
+
+    monkeypatch.setattr(engram_inference, "save_table", save)
+    models: Any = NoModel()
+    with contextlib.ExitStack() as closing:
+        tiers = engram_inference.make_tiers(serving, names, models, closing)
+        assert [tier.name for tier in tiers] == list(names)
+    (rows,) = saved
+    if len(names) == 1:
+        assert isinstance(rows, jax.Array)
+    else:
+        assert not rows.flags.owndata
+    assert rows.shape == (serving.num_rows, serving.engram.head_dim)
+
+
 def test_decoding_gives_the_tokens_hidden_states_from_each_tier(serving):
     decoding = engram_decode.Decoding(batch=2, held=3, slots=8, tokens=2, rounds=2)
     names = ("device", "staged_sync")
@@ -147,24 +192,45 @@ def test_decoding_gives_the_tokens_hidden_states_from_each_tier(serving):
     assert "loss_to_device" in rows[1]
 
 
-def test_a_result_that_differs_has_no_speed(serving):
-    outputs = [[np.ones(4, np.float32)], [np.full(4, 1.1, np.float32)]]
-    tiers = [
-        engram_inference.Tier(
-            name=name,
-            read=None,
-            state=None,
-            rounds=[engram_inference.Round(seconds=1, waited=0, tokens=5, outputs=out)]
-            * 2,
-        )
-        for name, out in zip(("device", "zero_copy"), outputs, strict=True)
-    ]
-    right, wrong = engram_inference.rows_of(serving, tiers)
-    assert right["ms"] == 500
-    assert wrong["ms"] is None
-    assert wrong["tokens_per_s"] is None
-    assert "differ" in wrong["note"]
-    assert not engram_inference.is_good(wrong)
+def rows_of_outputs(serving, *outputs):
+    """Rows of tiers whose batches gave these values, by prompts and token by token."""
+    prompts, tokens = [], []
+    arrays = [[np.full(4, x, np.float32) for x in values] for values in outputs]
+    for name, out in zip(("device", "zero_copy"), arrays, strict=True):
+        done = engram_inference.Round(seconds=1, waited=0, tokens=5, outputs=out)
+        tier = engram_inference.Tier(name=name, read=None, state=None)
+        tier.rounds = [done] * 2
+        prompts.append(tier)
+        step = engram_decode.Tier(name=name, step=print, state=None, cache=None)
+        step.seconds, step.outputs = [1.0, 1.0], out
+        tokens.append(step)
+    decoding = engram_decode.Decoding(batch=2, held=1, slots=8, tokens=2, rounds=2)
+    return (
+        engram_inference.rows_of(serving, prompts),
+        engram_decode.rows_of(serving, decoding, tokens),
+    )
+
+
+@pytest.mark.parametrize(
+    "values", [(1.1, 1.0), (1.0, 1.1), (1.0, np.nan), (np.nan, 1.0)]
+)
+def test_a_result_that_differs_has_no_speed(serving, values):
+    for right, wrong in rows_of_outputs(serving, (1.0, 1.0), values):
+        assert right["ms"] > 0
+        assert right["note"] == ""
+        assert wrong["ms"] is None
+        assert wrong["tokens_per_s"] is None
+        assert "differ" in wrong["note"] or "not finite" in wrong["note"]
+        assert not engram_inference.is_good(wrong)
+
+
+def test_what_is_compared_with_nan_has_no_speed_either(serving):
+    for rows in rows_of_outputs(serving, (1.0, np.nan), (1.0, 1.0)):
+        assert [row["ms"] for row in rows] == [None, None]
+        assert [row["apart"] for row in rows] == [None, None]
+    one, nan = np.ones(4, np.float32), np.full(4, np.nan, np.float32)
+    assert np.isnan(engram_inference.apart([one, nan], [one, one]))
+    assert np.isnan(engram_inference.apart([one, one, one], [one, nan, one]))
 
 
 def test_unknown_tiers_and_full_caches_are_named(serving):
@@ -175,6 +241,39 @@ def test_unknown_tiers_and_full_caches_are_named(serving):
         next(engram_decode.measure(serving, decoding, ("hot",)))
     with pytest.raises(ValueError, match="slots=4"):
         engram_decode.Decoding(held=3, slots=4, tokens=2, rounds=2)
+
+
+def experiment_row(model, **changes):
+    sizes = {"workload": "t", "steps": 9, "batch": 2, "seeds": 2, "seed": 0}
+    row = {"subject": "experiment", "op": "parts", "over_model": "a", **sizes}
+    return {**row, "model": model, **changes}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 8}, {"batch": 4}, {"seeds": 3}, {"seed": 1}, {"over_model": "b"}],
+)
+def test_rows_of_another_run_stay_and_are_told_apart(tmp_path, change):
+    path = tmp_path / "rows.json"
+    whole = [experiment_row(model) for model in "abc"]
+    part = [experiment_row(model, **change) for model in "bc"]
+    path.write_text(json.dumps({"rows": whole}))
+    rows = engram.merged(path, part)
+    assert rows == [*whole, *part]
+    assert engram.of_one_run(rows) == whole
+    # Of one run: the newer row takes the place.
+    again = [experiment_row("b", note="new")]
+    assert engram.merged(path, again) == [whole[0], whole[2], *again]
+
+
+def test_the_longest_training_is_shown_then_the_last():
+    short, long, last = (
+        [experiment_row(model, steps=steps, seed=seed) for model in "ab"]
+        for steps, seed in ((3, 0), (9, 0), (9, 1))
+    )
+    assert engram.of_one_run([*long, *short]) == long
+    assert engram.of_one_run([*long, *short, *last]) == last
+    assert engram.of_one_run([]) == []
 
 
 def test_rows_of_an_earlier_call_stay(tmp_path, capsys):
