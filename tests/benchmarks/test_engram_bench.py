@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -27,8 +28,14 @@ SMALL = OptimizerBench(
 )
 
 
+# No tier changes the weights; they are drawn once for all tests.
+models_of = functools.cache(engram_serving.Models)
+
+
 @pytest.fixture
 def serving(monkeypatch):
+    for subject in (engram_inference, engram_decode):
+        monkeypatch.setattr(subject, "Models", models_of)
     text = np.random.default_rng(0).zipf(1.5, 2000).astype(np.int32) % 256
     monkeypatch.setattr(engram_serving, "text_ids", lambda vocab_size: text)
     tiny = Serving.tiny()
