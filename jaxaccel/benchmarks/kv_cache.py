@@ -8,7 +8,7 @@
 Accuracy asks a model that `jaxaccel bench ruler` trained through every cache, and says
 where dense attention fails too. Throughput decodes with layers of random weights over
 caches that are filled on the device, without a prompt being read. Rows of what is not
-measured again stay in the file.
+measured again stay in the file, those of a run that is cut short too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,28 @@ from pallas_kernels._common.bench import stamp
 PARTS = ("accuracy", "throughput")
 
 
-def kept(path: pathlib.Path, key: str, measured: Sequence[Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier file whose `key` is none of those that are measured now."""
-    if not path.is_file():
-        return []
-    rows = json.loads(path.read_text())["rows"]
-    return [row for row in rows if row.get(key) not in measured]
+KEYS = {
+    "accuracy": ("sweep", "method", "setting", "question", "workload"),
+    "throughput": ("method", "batch"),
+}
+"""What tells a part's rows apart."""
+
+
+def earlier(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file, none if there is no file yet."""
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
+def joined(
+    before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], part: str
+) -> list[dict[str, Any]]:
+    """Earlier rows that were not measured again, then those that were measured."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in KEYS[part])
+
+    again = {key(row) for row in rows}
+    return [row for row in before if key(row) not in again] + list(rows)
 
 
 def _accuracy(options: argparse.Namespace) -> int:
@@ -49,7 +65,7 @@ def _accuracy(options: argparse.Namespace) -> int:
     caches = list(kv_cache_accuracy.plan(config, sweeps))
     model = ruler.load(config, options.model)
     asker = kv_cache_accuracy.Asker(config, ruler.parts_of(config), model)
-    before = kept(options.json, "sweep", [*sweeps, "dense"])
+    before = earlier(options.json)
     about, rows = stamp(options.commit), []
     for asked in caches:
         found = asker.ask(asked)
@@ -57,7 +73,7 @@ def _accuracy(options: argparse.Namespace) -> int:
         told = " ".join(f"{100 * r['accuracy']:.0f}" for r in found)
         print(f"{asked.sweep} {asked.method} {asked.setting:g}: {told}", flush=True)
         # After each cache: a later one may fail.
-        results.write(options.json, before + rows)
+        results.write(options.json, joined(before, rows, "accuracy"))
     print(kv_cache_accuracy.table(rows))
     return 0
 
@@ -66,19 +82,19 @@ def _throughput(options: argparse.Namespace) -> int:
     config = load_config("KVCacheBenchConfig", options.gin_file, options.gin_bindings)
     wanted = options.methods.split(",") if options.methods else tuple(config.methods)
     config = kv_cache_throughput.chosen(config, wanted)
-    before = kept(options.json, "method", wanted)
+    before = earlier(options.json)
     about, rows = stamp(options.commit), []
     for row in kv_cache_throughput.measure(config):
         rows.append({**row, **about})
         print(kv_cache_throughput.line(row), flush=True)
-        results.write(options.json, before + rows)
+        results.write(options.json, joined(before, rows, "throughput"))
         # Buffers of the last cache must be gone before the next is made.
         jax.clear_caches()
-    return 0
+    return 1 if any(row["note"].startswith("no speed") for row in rows) else 0
 
 
 def main(argv: list[str]) -> int:
-    """The command line."""
+    """The command line; exit status 1 if a cache has no speed, as it is wrong."""
     parser = argparse.ArgumentParser(
         prog="jaxaccel bench kv_cache",
         description=__doc__,

@@ -3,7 +3,8 @@
 A step reads one token a row through all layers; the cache is filled beforehand, see
 `kv_cache_fill`. Beside the time stands the least that the step's bytes could take: at
 the copy bandwidth that the same run measures, and, of values in the host's memory, at
-the speed of a copy from there; the larger of both.
+the speed of a copy from there; the larger of both. A cache that does not read what it
+would read without the kernels that it names has no time; see `kv_cache_check`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxaccel.benchmarks.guards import implementations_used
+from jaxaccel.benchmarks.guards import KernelMissing, implementations_used
+from jaxaccel.benchmarks.kv_cache_check import (
+    WrongResult,
+    compare_step,
+    require_named,
+)
 from jaxaccel.benchmarks.kv_cache_fill import fill
 from jaxaccel.cache.decoder import DecoderCache
 from jaxaccel.cache.full import DenseCacheConfig
@@ -33,6 +39,10 @@ from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.models.decoder import init_decoder
 from pallas_kernels._common.bench import Ceilings, ceilings, digits
 from pallas_kernels._common.dispatch import recorded_choices
+
+
+_TIMES = ("ms", "tokens_per_s", "share_of_floor", "calls_ms", "hit_rate", "floor_ms")
+"""What a row holds `None` of until it is measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,14 +181,59 @@ def measure(config: KVCacheBenchConfig) -> Iterator[dict[str, Any]]:
       config: what to measure.
 
     Yields:
-      One row each; `ms`, the time of a step, is `None` where the cache does not fit,
-      with the reason in `note`.
+      One row each; `ms`, the time of a step, is `None` where there is none, with the
+      reason in `note`: "no speed: ..." where the cache's kernels cannot run or are
+      wrong, else what has no room.
     """
     limits, link = ceilings(), _host_copy_gbps()
     stack = _Stack(config)
     for name, policy in config.methods.items():
+        verdict = _checked(stack, policy, config.batches[name][0])
         for batch in config.batches[name]:
-            yield _row(stack, name, policy, batch, limits, link)
+            yield _row(stack, name, policy, batch, verdict, limits, link)
+
+
+def _checked(stack: _Stack, policy: CachePolicy, batch: int) -> dict[str, Any]:
+    """What a cache's rows say of its results; a note where they are not right."""
+    config, decoder = stack.config, stack.decoder
+    layers, sizes = decoder.num_layers, (config.room, decoder.compute_dtype)
+    try:
+        host = layers * policy.host_bytes(stack.spec, batch, *sizes)
+        refused = _no_host_room(host, batch)
+        if refused:
+            return {"note": refused}
+        found = compare_step(
+            policy,
+            stack.spec,
+            layers=layers,
+            batch=batch,
+            context=config.context,
+            room=config.room,
+            dtype=decoder.compute_dtype,
+            seed=config.seed,
+        )
+    except NotImplementedError as error:
+        return {"note": f"no speed: not available: {error}"}
+    except WrongResult as error:
+        return {"note": f"no speed: {error}"}
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"note": f"no speed: not compared: {str(error).splitlines()[0][:200]}"}
+    finally:
+        # What was traced here would not be traced, and recorded, again.
+        jax.clear_caches()
+    return {name: digits(value) for name, value in found.items()}
+
+
+def _no_host_room(num_bytes: int, batch: int) -> str:
+    """Why values would not fit in the host's memory; empty where they do."""
+    try:
+        if num_bytes:
+            check_host_budget(num_bytes, f"the values of {batch} rows")
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _row(
@@ -186,18 +241,11 @@ def _row(
     name: str,
     policy: CachePolicy,
     batch: int,
+    verdict: dict[str, Any],
     limits: Ceilings,
     link: float,
 ) -> dict[str, Any]:
     config, decoder = stack.config, stack.decoder
-    layers, dtype = decoder.num_layers, decoder.compute_dtype
-    sizes = (stack.spec, batch, config.room, dtype)
-    policy.check(stack.spec, config.room)
-    one = jax.eval_shape(lambda: policy.init(*sizes))
-    host = layers * policy.host_bytes(*sizes)
-    device = layers * _nbytes(one) - host
-    scale = config.full_layers / layers
-    full = scale * device + config.full_weight_bytes
     row = {
         "op": "kv_cache",
         "implementation": "jaxaccel",
@@ -205,10 +253,24 @@ def _row(
         "method": name,
         "policy": str(policy),
         "dtype": decoder.dtype,
-        "layers": layers,
+        "layers": decoder.num_layers,
         "batch": batch,
         "context": config.context,
         "repeat": config.repeat,
+        **dict.fromkeys(_TIMES),
+        "note": "",
+        **verdict,
+    }
+    if row["note"]:
+        return row
+    layers, dtype = decoder.num_layers, decoder.compute_dtype
+    sizes = (stack.spec, batch, config.room, dtype)
+    one = jax.eval_shape(lambda: policy.init(*sizes))
+    host = layers * policy.host_bytes(*sizes)
+    device = layers * _nbytes(one) - host
+    scale = config.full_layers / layers
+    full = scale * device + config.full_weight_bytes
+    row |= {
         "device_gib": digits(device / 2**30),
         "host_gib": digits(host / 2**30),
         # Of the whole model, at the same batch.
@@ -219,24 +281,24 @@ def _row(
         "copy_gbps": digits(limits.gbps),
         "link_gbps": digits(link),
     }
-    nothing = {"ms": None, "tokens_per_s": None, "hit_rate": None, "floor_ms": None}
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is not None and device + stack.weight_bytes > limit:
         note = (
             f"needs {device / 1e9:.0f} GB beside the weights, {limit / 1e9:.0f} there"
         )
-        return {**row, **nothing, "note": note}
+        return {**row, "note": note}
+    refused = _no_host_room(host, batch)
+    if refused:
+        return {**row, "note": refused}
     try:
-        if host:
-            check_host_budget(host, f"the values of {batch} rows")
         return {**row, **_timed(stack, policy, batch, limits, link)}
-    except ValueError as error:
-        return {**row, **nothing, "note": str(error)}
+    except (NotImplementedError, KernelMissing) as error:
+        return {**row, "note": f"no speed: not available: {error}"}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {**row, **nothing, "note": str(error).splitlines()[0][:200]}
+        return {**row, "note": str(error).splitlines()[0][:200]}
 
 
 def _timed(
@@ -264,7 +326,8 @@ def _timed(
     with recorded_choices() as choices:
         program = stack.program(cache, tokens, key)
     compile_s = clock.perf_counter() - start
-    seconds, before, is_finite = [], {}, False
+    require_named(program.as_text(), choices)
+    seconds, before, is_finite = [], {}, True
     for call in range(config.calls + 2):
         if call == 2:
             before = _counted(policy, cache)
@@ -272,7 +335,7 @@ def _timed(
         cache, tokens, total = program(
             stack.state, cache, tokens, jax.random.fold_in(key, call)
         )
-        is_finite = np.isfinite(float(total))  # waits for the device
+        is_finite &= bool(np.isfinite(float(total)))  # waits for the device
         seconds.append(clock.perf_counter() - start)
     after = _counted(policy, cache)
     hits, misses = (after.get(n, 0) - before.get(n, 0) for n in ("hits", "misses"))
@@ -292,21 +355,30 @@ def _timed(
     ms = 1e3 * statistics.median(seconds[2:]) / config.steps
     memory = program.memory_analysis()
     return {
-        "ms": digits(ms) if is_finite else None,
-        "tokens_per_s": digits(batch / ms * 1e3) if is_finite else None,
+        **(_speeds(ms, seconds[2:], batch, floor, config.steps) if is_finite else {}),
         "hit_rate": digits(hits / (hits + misses)) if hits + misses else None,
         "fetched_mb_per_step": digits(fetched / 1e6),
         "floor_ms": digits(floor),
-        "share_of_floor": digits(floor / ms),
         "weight_bytes": moved.weights,
         "cache_bytes": moved.cache,
         "link_bytes": moved.link,
         "temp_gib": digits(memory.temp_size_in_bytes / 2**30) if memory else None,
         "fill_s": digits(fill_s),
         "compile_s": digits(compile_s),
-        "calls_ms": [digits(1e3 * s / config.steps) for s in seconds[2:]],
         "runs": implementations_used(choices),
         "note": "" if is_finite else "no speed: the output is not finite",
+    }
+
+
+def _speeds(
+    ms: float, seconds: Sequence[float], batch: int, floor: float, steps: int
+) -> dict[str, Any]:
+    """What a row says of time, once what was computed is right."""
+    return {
+        "ms": digits(ms),
+        "tokens_per_s": digits(batch / ms * 1e3),
+        "share_of_floor": digits(floor / ms),
+        "calls_ms": [digits(1e3 * s / steps) for s in seconds],
     }
 
 

@@ -1,6 +1,7 @@
 """Caches are asked what dense attention knows, and timed over contexts never read."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -10,8 +11,16 @@ import numpy as np
 import pytest
 
 from jaxaccel import benchmarks
-from jaxaccel.benchmarks import kv_cache, kv_cache_accuracy, kv_cache_throughput, ruler
+from jaxaccel.benchmarks import (
+    kv_cache,
+    kv_cache_accuracy,
+    kv_cache_check,
+    kv_cache_throughput,
+    ruler,
+)
+from jaxaccel.benchmarks.guards import KernelMissing
 from jaxaccel.benchmarks.kv_cache_fill import fill
+from jaxaccel.cache import shadowkv, shadowkv_attend
 from jaxaccel.cache.full import DenseCacheConfig
 from jaxaccel.cache.h2o import H2OCacheConfig
 from jaxaccel.cache.plan import PolicyCache
@@ -25,6 +34,8 @@ from jaxaccel.config.ruler import RopeDecoderConfig, RulerBenchConfig
 from jaxaccel.data.ruler import RulerConfig
 from jaxaccel.models.decoder import init_decoder
 from jaxaccel.training.config import OptimConfig
+from pallas_kernels._common.bench import Ceilings
+from pallas_kernels._common.dispatch import Choice
 
 
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "kv_cache"
@@ -39,6 +50,15 @@ MODEL = RopeDecoderConfig(
     tie_embeddings=True,
     implementation="xla",
 )
+
+
+LIMITS = Ceilings(gbps=1.0, tflops=1.0)
+
+
+@functools.cache
+def spec_of_layer():
+    decoder = MODEL.decoder()
+    return jax.eval_shape(lambda: init_decoder(decoder)).layers[0].mixer.cache_spec
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -130,7 +150,10 @@ def test_a_budget_for_everything_loses_nothing(asker):
     policy = kv_cache_accuracy.shadowkv(task, 32, rank=8)
     whole = dataclasses.replace(dense, sweep="budget", method="shadowkv", policy=policy)
     few = dataclasses.replace(
-        whole, policy=kv_cache_accuracy.shadowkv(task, 8, rank=2), is_aware=True
+        whole,
+        method="streaming",
+        policy=StreamingCacheConfig(num_sinks=1, window=8),
+        is_aware=True,
     )
     asker._rows["places"] = []
     rows = [asker.ask(asked)[0] for asked in (dense, whole, few)]
@@ -149,12 +172,12 @@ def test_a_budget_for_everything_loses_nothing(asker):
     assert rows[0]["device_bytes_per_token"] == pytest.approx(size, rel=1e-3)
     assert rows[1]["host_bytes_per_token"] > 32
     text = kv_cache_accuracy.table(rows)
-    assert "shadowkv aware" in text
+    assert "streaming aware" in text
     assert "(" in text
 
 
 def test_places_that_are_read_are_those_of_the_cache():
-    spec = init_decoder(MODEL.decoder()).layers[0].mixer.cache_spec
+    spec = spec_of_layer()
     policy = StreamingCacheConfig(num_sinks=2, window=3)
     state = policy.init(spec, 2, 16, jnp.float32)
     state = dataclasses.replace(state, length=jnp.asarray([4, 10]))
@@ -190,7 +213,7 @@ def bench(**changes):
 
 
 def test_filled_caches_hold_what_a_read_context_leaves():
-    spec = init_decoder(MODEL.decoder()).layers[0].mixer.cache_spec
+    spec = spec_of_layer()
     quest = QuestCacheConfig(budget=16, page=4, local_window=8)
     cache = PolicyCache.init([quest] * 2, spec, 2, 72, jnp.float32)
     (state,) = fill(cache, 64, seed=0).states
@@ -214,12 +237,20 @@ def test_throughput_rows_keep_those_of_others(monkeypatch, tmp_path):
     found = bench()
     monkeypatch.setattr(kv_cache, "load_config", lambda *arguments: found)
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"rows": [{"method": "quest"}, {"method": "dense"}]}))
+    earlier = [
+        {"method": name, "batch": batch}
+        for name, batch in (("quest", 2), ("dense", 1), ("dense", 2))
+    ]
+    path.write_text(json.dumps({"rows": earlier}))
     options = ["kv_cache", "--only=throughput", "--gin_file=a.gin", f"--json={path}"]
     assert benchmarks.main([*options, "--methods=dense", "--commit=abc"]) == 0
-    other, row = json.loads(path.read_text())["rows"]
-    assert other == {"method": "quest"}
+    *others, row = json.loads(path.read_text())["rows"]
+    # Another batch of the same cache may have been the last of a run cut short.
+    assert others == earlier[:2]
     assert row["ms"] > 0
+    assert len(row["calls_ms"]) == found.calls
+    assert (row["same_units"], row["note"]) == (1, "")
+    assert row["output_error"] < 1e-5
     assert row["tokens_per_s"] == pytest.approx(2 / row["ms"] * 1e3, rel=0.01)
     # Of 2 rows, 64 tokens of 8 floats, twice.
     assert row["cache_bytes"] == 2 * 64 * 8 * 4 * 2
@@ -227,6 +258,98 @@ def test_throughput_rows_keep_those_of_others(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="'snapkv' is unknown, allowed are dense"):
         kv_cache_throughput.chosen(found, ["snapkv"])
     assert jax.devices()[0].platform in ("cpu", "gpu")
+
+
+def zeros(attend):
+    def wrong(*args, **options):
+        return jax.tree.map(jnp.zeros_like, attend(*args, **options))
+
+    return wrong
+
+
+def first_chunks(best):
+    def wrong(scores, count, implementation=None):
+        _, valid = best(scores, count, implementation)
+        ids = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), valid.shape)
+        # The op is wrong where it is named alone.
+        return (ids, valid) if implementation == "reference" else best(scores, count)
+
+    return wrong
+
+
+def test_a_cache_whose_kernel_is_wrong_has_no_speed(monkeypatch):
+    monkeypatch.setattr(kv_cache_throughput, "ceilings", lambda: LIMITS)
+    monkeypatch.setattr(shadowkv_attend, "attend", zeros(shadowkv_attend.attend))
+    policy = dataclasses.replace(bench().methods["shadowkv"], attention="xla")
+    found = bench(methods={"shadowkv": policy}, batches={"shadowkv": (1, 2)})
+    rows = list(kv_cache_throughput.measure(found))
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["note"].startswith("no speed: ")
+        assert "relative error 1, limit 2e-05" in row["note"]
+        for time in ("ms", "tokens_per_s", "share_of_floor", "calls_ms"):
+            assert row[time] is None
+        assert row["note"] in kv_cache_throughput.line(row)
+
+
+def test_a_cache_that_chooses_other_chunks_is_wrong(monkeypatch):
+    monkeypatch.setattr(shadowkv, "best", first_chunks(shadowkv.best))
+    policy = dataclasses.replace(bench().methods["shadowkv"], top_k="reference")
+    spec = spec_of_layer()
+    # Over the chunks that it chose, attention is right.
+    with pytest.raises(kv_cache_check.WrongResult, match=r"% .* relative error 0,"):
+        kv_cache_check.compare_step(
+            policy,
+            spec,
+            layers=1,
+            batch=1,
+            context=64,
+            room=72,
+            dtype="float32",
+            seed=0,
+        )
+
+
+def test_a_kernel_that_cannot_run_ends_no_other_cache(monkeypatch, tmp_path):
+    named = dataclasses.replace(bench().methods["shadowkv"], landmarks="mosaic")
+    found = bench(
+        methods={"named": named, "dense": DenseCacheConfig()},
+        batches={"named": (1,), "dense": (1,)},
+    )
+    monkeypatch.setattr(kv_cache, "load_config", lambda *arguments: found)
+    monkeypatch.setattr(kv_cache_throughput, "ceilings", lambda: LIMITS)
+    compare = kv_cache_throughput.compare_step
+
+    def compared(policy, *args, **options):
+        return compare(policy, *args, **options) if policy is named else {}
+
+    monkeypatch.setattr(kv_cache_throughput, "compare_step", compared)
+    monkeypatch.setattr(kv_cache_throughput, "_timed", lambda *arguments: {"ms": 1.0})
+    monkeypatch.setattr(kv_cache_throughput, "line", lambda row: row["note"])
+    path = tmp_path / "rows.json"
+    options = ["--only=throughput", "--gin_file=a.gin", f"--json={path}"]
+    assert kv_cache.main(options) == 1
+    refused, dense = json.loads(path.read_text())["rows"]
+    assert refused["note"].startswith("no speed: not available: landmark_scores: ")
+    assert (refused["ms"], dense["ms"]) == (None, 1)
+
+    def broken(*arguments):
+        raise ValueError("a mistake in the program")
+
+    # Only memory that is short is a row's note.
+    monkeypatch.setattr(kv_cache_throughput, "_timed", broken)
+    with pytest.raises(ValueError, match="a mistake"):
+        kv_cache.main([*options, "--methods=dense"])
+
+
+def test_named_kernels_must_be_in_the_program():
+    choices = [
+        Choice(op="top_k_select", implementation="mosaic", source=source)
+        for source in ("automatic", "named")
+    ]
+    kv_cache_check.require_named("", choices[:1])
+    with pytest.raises(KernelMissing, match="pk_top_k_select"):
+        kv_cache_check.require_named("", choices)
 
 
 @pytest.mark.parametrize(
