@@ -117,8 +117,10 @@ def compare_step(
     tokens = _tokens(spec, batch, context, dtype, seed)
     plain, plain_spec = without_kernels(policy, spec)
     sizes = (layers, batch, context, room, dtype, seed)
-    found, output = _step(policy, spec, sizes, tokens, None)
-    own, expected = _step(plain, plain_spec, sizes, tokens, found)
+    # Else a GPU's products of f32 would be less than the limit asks for.
+    with jax.default_matmul_precision("highest"):
+        found, output = _step(policy, spec, sizes, tokens, None)
+        own, expected = _step(plain, plain_spec, sizes, tokens, found)
     same = 1.0
     if found is not None and own is not None:
         same = _same_units(found, own)
