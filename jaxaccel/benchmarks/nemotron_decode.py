@@ -311,6 +311,9 @@ def _compile(
     model: LayeredDecoder, parameters: Parameters, filled: Carry, count: int
 ) -> tuple[Any, dict[str, Any]]:
     """(parameters, carry) -> carry, tokens [B, count], compiled, and facts about it."""
+    # Choices are recorded while layers are traced, which `model` has done for a prompt
+    # of one token.
+    model = LayeredDecoder(model.config)
 
     def several(parameters, carry):
         def body(carry, _):
