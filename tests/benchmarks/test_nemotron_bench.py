@@ -21,12 +21,20 @@ from jaxaccel.decoding.by_layer import LayeredDecoder
 from jaxaccel.models.describe import describe
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from pallas_kernels._common import bench, timing
-from pallas_kernels._common.bench import ROOT, Ceilings
+from pallas_kernels._common.bench import Ceilings
 
 
 LIMITS = Ceilings(gbps=1.0, tflops=1e-6)
 CONFIG = NemotronHConfig.tiny(pattern="ME*", param_dtype="bfloat16")
-SIZES = nemotron_decode.Sizes(prompt=3, new=4, rounds=1, checked=3, counted=2)
+# Steps and prompts of one token are one program.
+SIZES = nemotron_decode.Sizes(prompt=1, new=4, rounds=1, checked=3, counted=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +46,6 @@ def one_run(monkeypatch):
         return [timing.Timing(ms=32.0, timer="host", cache="warm")]
 
     monkeypatch.setattr(timing, "measure", once)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def decoded():
         return list(
             nemotron_decode.measure(
                 # One kind of layer less to compile.
-                dataclasses.replace(CONFIG, pattern="ME"),
+                dataclasses.replace(CONFIG, pattern="E*"),
                 "tiny",
                 implementation="xla",
                 batches=(2, 2),
@@ -73,14 +78,14 @@ def decoded():
 def test_a_decoded_model_has_its_speed_and_its_bytes(decoded):
     row = decoded[0]
     assert row["note"] == ""
-    assert row["workload"] == "tiny batch 2, 7 slots"
+    assert row["workload"] == "tiny batch 2, 5 slots"
     assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"], rel=1e-2)
     moved = sum(row[f"{kind}_bytes"] for kind in ("weight", "expert", "state", "kv"))
     assert row["floor_ms"] == pytest.approx(moved / 1e6, rel=1e-3)
     assert row["share_of_limit"] == pytest.approx(row["floor_ms"] / row["ms"], rel=1e-2)
     # Two of four experts a token, and two tokens.
     assert 2 <= row["visited_experts"] <= 4
-    assert row["runs"]["ssd_step"] == "xla"
+    assert row["runs"]["decode_attention"] == "xla"
     assert 0 <= row["logit_gap"] < 1e-3
 
 
@@ -132,86 +137,174 @@ def test_traffic_is_what_a_token_must_move():
     assert one.weights + one.experts == 2 * cost.active_params + f32
 
 
-def test_layers_are_checked_and_told(monkeypatch):
+def layer_rows(kind, *names):
+    found = nemotron_layers.measure(
+        CONFIG,
+        "tiny",
+        implementations=names,
+        kinds=(kind,),
+        tokens=8,
+        batches=(2,),
+        limits=LIMITS,
+    )
+    return list(found)
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
     monkeypatch.setattr(nemotron_layers, "_CONTEXT", 40)
     monkeypatch.setattr(nemotron_layers, "_STEPS", 2)
 
-    def rows(kind, name):
-        found = nemotron_layers.measure(
-            CONFIG,
-            "tiny",
-            implementations=(name,),
-            kinds=(kind,),
-            tokens=8,
-            batches=(2,),
-            limits=LIMITS,
-        )
-        return list(found)
 
-    forward, both, decode = rows("mamba", "xla")
-    assert [row["note"] for row in (forward, both, decode)] == [""] * 3
-    assert (forward["ms"], decode["ms"]) == (32.0, 16.0)
-    assert both["floor_ms"] == pytest.approx(3 * forward["floor_ms"], rel=1e-3)
-    mamba = CONFIG.decoder().mamba
-    states = 2 * 4 * (mamba.d_inner * mamba.state_dim + 3 * mamba.conv_channels)
-    # Weights in bfloat16 but those of each head, and both rows' states, both ways.
-    assert decode["bytes"] > 2 * states
-    refused = rows("attention", "mosaic")
+def test_a_refused_layer_costs_no_other_row(few_steps):
+    refused = layer_rows("attention", "mosaic")
+    assert len(refused) == 3
     assert {row["ms"] for row in refused} == {None}
     assert all("no speed: not available" in row["note"] for row in refused)
 
 
-def test_a_wrong_layer_is_named(monkeypatch):
-    layer = nemotron_layers.Layer(CONFIG, "moe")
-    assert layer.fault("xla", 4) is None
-    forward = layer.forward("xla")
-    monkeypatch.setattr(
-        layer,
-        "forward",
-        lambda name: forward if name == "xla" else lambda s, x: forward(s, x) * 1.05,
+def test_a_wrong_layer_is_named(few_steps, monkeypatch):
+    """Programs of "mosaic" are those of "xla" with results that are changed."""
+    program, changes = nemotron_layers.Layer.program, {}
+    made = {}
+
+    def changed(layer, implementation, direction, size, count=2):
+        key = (direction, size, count)
+        if key not in made:
+            made[key] = program(layer, "xla", *key)
+        if implementation == "xla":
+            return made[key]
+        change = changes.get(direction, lambda x: x)
+        call = made[key].call
+        return nemotron_layers.Program(
+            lambda *given: jax.tree.map(change, call(*given)), 0
+        )
+
+    layer = nemotron_layers.Layer(CONFIG, "attention")
+    monkeypatch.setattr(nemotron_layers.Layer, "program", changed)
+    # Parameters are drawn once.
+    monkeypatch.setattr(nemotron_layers, "Layer", lambda *_: layer)
+
+    def notes(**given):
+        changes.clear()
+        changes.update({"fwd+bwd": given.pop("both")} if "both" in given else given)
+        rows = layer_rows("attention", "mosaic")
+        assert all((row["ms"] is None) == bool(row["note"]) for row in rows)
+        return [row["note"] for row in rows]
+
+    forward, both, decode = layer_rows("attention", "xla")
+    assert [row["note"] for row in (forward, both, decode)] == [""] * 3
+    assert (forward["ms"], decode["ms"]) == (32.0, 16.0)
+    assert both["floor_ms"] == pytest.approx(3 * forward["floor_ms"], rel=1e-3)
+    assert notes() == ["", "", ""]
+    forward, both, decode = notes(fwd=lambda y: y * 1.05)
+    assert forward.startswith("no speed: wrong result: y - x: relative error")
+    assert (both, decode) == (forward, "")
+    forward, both, decode = notes(both=lambda x: x * jnp.nan)
+    assert (forward, decode) == ("", "")
+    assert "wrong result: dx - dy" in both
+    assert "not finite" in both
+    # The norm's alone, the only vector.
+    both = notes(both=lambda x: x * 2 if x.ndim == 1 else x)[1]
+    assert "wrong result: the gradient of mixer_norm.scale: relative error" in both
+    forward, both, decode = notes(decode=jnp.zeros_like)
+    assert (forward, both) == ("", "")
+    assert decode.startswith("no speed: wrong result: y - x: relative error")
+    # Keys and values alone.
+    decode = notes(decode=lambda x: x * 0 if x.ndim == 4 else x)[2]
+    assert "wrong result: the change of k: relative error" in decode
+
+
+def test_a_step_moves_its_states_twice_and_experts_that_rows_visit():
+    layer = nemotron_layers.Layer(CONFIG, "mamba")
+    mamba = CONFIG.decoder().mamba
+    # Inputs of the convolution in f32 here, as the states.
+    states = 4 * (
+        mamba.d_inner * mamba.state_dim + (mamba.conv_width - 1) * mamba.conv_channels
     )
-    assert layer.fault("mosaic", 4).startswith("wrong result: y - x")
-    visited = layer.step_bytes(1, None), layer.step_bytes(1000, None)
+    assert layer.step_bytes(3) - layer.step_bytes(2) == 2 * states
+    layer = nemotron_layers.Layer(CONFIG, "moe")
+    visited = layer.step_bytes(1), layer.step_bytes(1000)
     matrices = 4 * 2 * CONFIG.d_latent * CONFIG.d_expert * 2
     assert visited[1] - visited[0] == pytest.approx(matrices / 2, rel=1e-3)
 
 
-def contender(loss):
-    return step.Contender(
-        name="jaxaccel",
-        advance=lambda state, batch: (state, loss),
-        state=None,
-        compile_seconds=1.0,
-        peak_bytes=2**30,
-    ), None
-
-
-def test_training_steps_are_held_against_each_other(monkeypatch):
+@pytest.fixture
+def trained(monkeypatch):
+    """Measures implementations whose losses are given, of two rounds of two steps."""
     batch = dataclasses.make_dataclass("Batch", ["segment_ids"])(np.ones((2, 8)))
-    losses = iter([jnp.float32(x) for x in (2.0, 2.1, 2.1)])
     monkeypatch.setattr(nemotron_train, "device_batches", lambda *_: [batch] * 2)
-    asked = []
 
-    def ours(experiment, batch):
-        asked.append(experiment.model.implementation["ssd"])
-        return contender(next(losses))
+    def measure(*, before=(), **losses):
+        def ours(experiment, batch):
+            found = losses[experiment.model.implementation["ssd"]]
+            if found is None:
+                raise NotImplementedError("of this width")
+            # The warm-up and two rounds.
+            drawn = iter([found[0], *[found[0]] * 4, found[1]])
+            return step.Contender(
+                name="jaxaccel",
+                advance=lambda state, batch: (state, jnp.float32(next(drawn))),
+                state=None,
+                compile_seconds=1.0,
+                peak_bytes=2**30,
+            ), None
 
-    monkeypatch.setattr(nemotron_train, "ours", ours)
-
-    def measure(*names, before=()):
+        monkeypatch.setattr(nemotron_train, "ours", ours)
         sizes = {"rounds": 2, "steps": 2, "before": before}
         files = [nemotron.TRAIN_PRESET], []
-        return list(nemotron_train.measure(*files, implementations=names, **sizes))
+        found = nemotron_train.measure(*files, implementations=tuple(losses), **sizes)
+        rows = {row["implementation"]: row for row in found}
+        # No figure of a speed without one, under any name.
+        for row in rows.values():
+            assert ("rounds_ms" in row) == (row["ms"] is not None)
+            assert (row.get("tokens_per_s") is None) == (row["ms"] is None)
+        return rows
 
-    rows = measure("mosaic", "xla")
-    assert asked == ["mosaic", "xla"]
-    assert [row["ms"] is None for row in rows] == [False, True]
-    assert rows[0]["workload"] == "0.97 B parameters, 8 x 4096 tokens"
-    assert rows[0]["tokens_per_s"] == pytest.approx(16e3 / rows[0]["ms"], rel=1e-2)
-    assert "losses differ by 5.0e-02" in rows[1]["note"]
-    # In a call of its own, too.
-    (again,) = measure("xla", before=rows)
-    assert "losses differ by 5.0e-02" in again["note"]
+    return measure
+
+
+def test_a_training_step_has_its_speed(trained):
+    rows = trained(mosaic=(2.0, 1.5), xla=(2.001, 1.501))
+    for row in rows.values():
+        assert row["note"] == ""
+        assert row["workload"] == "0.97 B parameters, 8 x 4096 tokens"
+        assert row["tokens_per_s"] == pytest.approx(16e3 / row["ms"], rel=1e-2)
+        assert len(row["rounds_ms"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"),
+    [
+        ((2.1, 1.5), "by 5.0e-02 at first, by 0.0e+00 at last"),
+        ((2.0, 1.65), "by 0.0e+00 at first, by 1.0e-01 at last"),
+        ((np.nan, 1.5), "by nan at first"),
+        ((2.0, np.nan), "by nan at last"),
+    ],
+)
+def test_a_wrong_training_step_is_the_one_without_a_speed(trained, losses, note):
+    rows = trained(mosaic=losses, xla=(2.0, 1.5))
+    assert rows["xla"]["ms"] is not None
+    assert rows["mosaic"]["ms"] is None
+    assert rows["mosaic"]["note"].startswith("no speed: losses differ")
+    assert note in rows["mosaic"]["note"]
+
+
+def test_a_training_step_alone_is_held_against_an_earlier_call(trained):
+    (before,) = trained(xla=(2.0, 1.5)).values()
+    right = trained(mosaic=(2.0, 1.5), before=[before])["mosaic"]
+    assert right["ms"] is not None
+    wrong = trained(mosaic=(2.0, 1.65), before=[before])["mosaic"]
+    assert "no speed: losses differ" in wrong["note"]
+    # No row, of another number of steps, or of what is itself to be checked.
+    others = {**before, "steps": 8}, {**before, "implementation": "mosaic"}
+    for rows in ([], others, [{**before, "ms": None}]):
+        alone = trained(mosaic=(2.0, 1.5), before=rows)["mosaic"]
+        assert alone["note"].startswith("no speed: unchecked")
+    rows = trained(mosaic=(2.0, 1.5), xla=None)
+    assert rows["mosaic"]["note"].startswith("no speed: unchecked")
+    assert rows["xla"]["note"] == "no speed: not available: of this width"
+    assert trained(xla=(np.nan, 1.5))["xla"]["ms"] is None
 
 
 def test_the_model_of_the_training_step_is_like_nano():
@@ -272,4 +365,5 @@ def test_decoding_runs_the_kernels_on_the_card():
     )
     for row in rows:
         assert row["ms"] is not None, row["note"]
-    assert (ROOT / "experiments" / "nemotron" / "train_1b.gin").is_file()
+        assert {"pk_grouped_matmul_fwd", "pk_ssd_step"} <= set(row["kernels"])
+        assert row["runs"]["ssd_step"].startswith("mosaic")
