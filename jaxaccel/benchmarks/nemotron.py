@@ -8,8 +8,10 @@
 the speed stands the time in which this card's memory moves the bytes that a token must
 move. "layers": each kind of layer of Super, whose weights do not fit, at the rate of
 this card's dense products. "train": a step of a model of a billion parameters, by the
-kernels and by XLA, in turns. No speed is written for a wrong result. Other rows of the
-file stay in it.
+kernels and by XLA, in turns. No speed is written for a wrong result, nor for one that
+was not compared: layers are held against "xla" in the same call, training steps against
+that of this call or of an earlier one in the file, of as many rounds and steps. Other
+rows of the file stay in it.
 """
 
 from __future__ import annotations
