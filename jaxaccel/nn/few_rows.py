@@ -90,3 +90,24 @@ def project(
     )
     found = found if isinstance(found, tuple) else (found,)
     return tuple(y.reshape(*lead, -1) for y in found)
+
+
+def output(
+    products: Any, x: jax.Array, y: jax.Array, linear: Linear, norm: RMSNorm | None
+) -> jax.Array:
+    """The last map of a mixer's step.
+
+    Args:
+      products: of `named`.
+      x: [..., D], what the mixer was given.
+      y: [..., F], what it made of that.
+      linear: the map.
+      norm: that x is in front of, being the stream; `None` if x is behind it.
+
+    Returns:
+      [..., D], added to the stream where x is that.
+    """
+    if not applies(products, x):
+        return linear(y)
+    (y,) = project(products, y, (linear,), residual=None if norm is None else x)
+    return y

@@ -432,13 +432,7 @@ class GatedDeltaNet(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        y = y[:, None]
-        if few_rows.applies(self.products, x):
-            residual = None if norm is None else x
-            out = (self.out_proj,)
-            (y,) = few_rows.project(self.products, y, out, residual=residual)
-            return y, new
-        return self.out_proj(y), new
+        return few_rows.output(self.products, x, y[:, None], self.out_proj, norm), new
 
     def added(
         self,

@@ -399,8 +399,7 @@ class Mamba2(nnx.Module):
 
         With a norm, x is the stream in front of it, and the result that behind.
         """
-        is_few = few_rows.applies(self.products, x)
-        if is_few:
+        if few_rows.applies(self.products, x):
             maps = (self.xbc_proj, self.dt_proj, self.z_proj)
             dtypes = (self.dtype, jnp.float32, self.dtype)
             xbc, dt, z = few_rows.project(
@@ -446,13 +445,7 @@ class Mamba2(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        y = y[:, None]
-        if is_few:
-            residual = None if norm is None else x
-            out = (self.out_proj,)
-            (y,) = few_rows.project(self.products, y, out, residual=residual)
-            return y, new
-        return self.out_proj(y), new
+        return few_rows.output(self.products, x, y[:, None], self.out_proj, norm), new
 
     def added(
         self,
