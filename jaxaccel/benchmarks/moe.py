@@ -90,7 +90,8 @@ def measure(
         temp = 0 if memory is None else memory.temp_size_in_bytes
         if check is not None and (fault := check(call(*args))) is not None:
             return Measured(temp_bytes=temp, note=f"wrong result: {fault}")
-        time = timing.measure(call, args, cold=False)[0]
+        with timing.alone():
+            time = timing.measure(call, args, cold=False)[0]
     except NotImplementedError as error:
         return Measured(note=f"not available: {error}")
     except jax.errors.JaxRuntimeError as error:

@@ -349,7 +349,8 @@ def _timed(layer: Layer, implementation: str, direction: str, size: int) -> Meas
         if fault is not None:
             return Measured(note=f"no speed: {fault}")
         arguments = (layer.state, *layer.inputs(direction, size))
-        time = timing.measure(program.call, arguments)[0]
+        with timing.alone():
+            time = timing.measure(program.call, arguments)[0]
     except NotImplementedError as error:
         return Measured(note=f"no speed: not available: {error}")
     except jax.errors.JaxRuntimeError as error:

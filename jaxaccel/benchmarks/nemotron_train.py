@@ -24,6 +24,7 @@ from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.config.registry import Experiment
 from jaxaccel.core.devices import device_peak
 from jaxaccel.models.describe import describe
+from pallas_kernels._common import timing
 from pallas_kernels._common.bench import digits
 
 
@@ -85,9 +86,10 @@ def measure(
             contenders[name] = ours(one, batches[0])[0]
         except NotImplementedError as error:
             refused[name] = f"no speed: not available: {error}"
-    for _ in range(rounds + 1):
-        for contender in contenders.values():
-            run_round(contender, batches)
+    with timing.alone():
+        for _ in range(rounds + 1):
+            for contender in contenders.values():
+                run_round(contender, batches)
     if "xla" in contenders:
         losses = contenders["xla"].losses
     for name in implementations:

@@ -309,11 +309,12 @@ def train_rows(
         contender, _ = ours(experiment, next(iter(batches.values()))[0])
     times: dict[str, list[float]] = {kind: [] for kind in batches}
     losses: dict[str, list[float]] = {kind: [] for kind in batches}
-    for _ in range(rounds):
-        for kind, some in batches.items():
-            run_round(contender, some)
-            times[kind].append(contender.step_ms[-1])
-            losses[kind] += contender.losses[-len(some) :]
+    with timing.alone():
+        for _ in range(rounds):
+            for kind, some in batches.items():
+                run_round(contender, some)
+                times[kind].append(contender.step_ms[-1])
+                losses[kind] += contender.losses[-len(some) :]
     rows: list[dict[str, Any]] = []
     for kind, some in batches.items():
         timed, tokens = times[kind][1:], _real_tokens(some)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxaccel import benchmarks
-from jaxaccel.benchmarks import offload
+from jaxaccel.benchmarks import offload, offload_longest, offload_stack
 from jaxaccel.core.offload import offload_scan
 
 
@@ -17,7 +17,7 @@ SMALL = [
     *("--num_kv_heads", "1", "--head_dim", "8", "--dtype", "float32"),
     *("--attention", "reference"),
 ]
-STACK = offload.Stack(
+STACK = offload_stack.Stack(
     num_layers=4,
     tokens=16,
     d_model=8,
@@ -30,7 +30,7 @@ STACK = offload.Stack(
 )
 
 
-class Plain(offload.Stack):
+class Plain(offload_stack.Stack):
     """Layers that compile at once."""
 
     @property
@@ -62,7 +62,7 @@ def test_no_speed_for_another_layers_input(monkeypatch):
             ws = jax.tree.map(lambda w: w[::-1], ws)
         return offload_scan(body, ws, x, consts, mode="remat")
 
-    monkeypatch.setattr(offload, "offload_scan", reversed_scan)
+    monkeypatch.setattr(offload_stack, "offload_scan", reversed_scan)
     plain = Plain(num_layers=4, tokens=8, d_model=8, dtype="float32")
     remat, ring = offload.measure(plain, ["remat", "ring"], rounds=2)
     assert remat["ms"] > 0
@@ -75,7 +75,7 @@ def test_out_of_memory_is_a_row(monkeypatch):
     def full(stack, name):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte is missing")
 
-    monkeypatch.setattr(offload, "gradient_function", full)
+    monkeypatch.setattr(offload_stack, "gradient_function", full)
     plain = Plain(num_layers=4, tokens=8, d_model=8, dtype="float32")
     (row,) = offload.measure(plain, ["remat"], rounds=2)
     assert (row["ms"], row["note"]) == (None, "out of memory")
@@ -85,7 +85,7 @@ def test_a_mode_that_fails_later_keeps_the_others():
     def late(ws, x):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte is missing")
 
-    contender = offload.Contender(name="ring", call=late)
+    contender = offload_stack.Contender(name="ring", call=late)
     offload._run_round(contender, None, None)
     assert (contender.call, contender.rounds_ms) == (None, [])
     assert "out of memory" in contender.note
@@ -104,14 +104,17 @@ def test_fingerprints_tell_a_shifted_layer():
         "w": jax.random.normal(jax.random.key(0), (3, 6, 5)),
         "x": jnp.ones((4, 5)),
     }
-    want = offload.fingerprint(grads)
-    assert offload.apart(offload.fingerprint(grads), want) == 0.0
+    want = offload_stack.fingerprint(grads)
+    assert offload_stack.apart(offload_stack.fingerprint(grads), want) == 0.0
     shifted = grads | {"w": jnp.roll(grads["w"], 1, axis=0)}
-    assert offload.apart(offload.fingerprint(shifted), want) > 0.1
+    assert offload_stack.apart(offload_stack.fingerprint(shifted), want) > 0.1
     scaled = jax.tree.map(lambda g: g * 1.02, grads)
-    assert offload.apart(offload.fingerprint(scaled), want) > offload.GRADIENT_TOLERANCE
+    assert (
+        offload_stack.apart(offload_stack.fingerprint(scaled), want)
+        > offload.GRADIENT_TOLERANCE
+    )
     broken = grads | {"x": grads["x"] * jnp.nan}
-    assert np.isnan(offload.apart(offload.fingerprint(broken), want))
+    assert np.isnan(offload_stack.apart(offload_stack.fingerprint(broken), want))
 
 
 @pytest.mark.parametrize("true_size", range(14))
@@ -123,20 +126,40 @@ def test_the_search_finds_the_largest(true_size, first):
         asked.append(size)
         return size <= true_size
 
-    found = offload.largest(fits, first, 2, 12)
+    found = offload_longest.largest(fits, first, 2, 12)
     assert found == min(true_size // 2 * 2, 12)
     assert len(asked) == len(set(asked))
     assert max(asked) <= 12
 
 
+@pytest.mark.parametrize("true_size", [20, 21, 24])
+def test_a_good_guess_costs_two_trials(true_size):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= true_size
+
+    needs = {4: 140, 8: 180}.get  # 100 and 10 for each
+    first = offload_longest.guess(needs, 4, 100 + 10 * true_size)
+    assert first == true_size
+    assert offload_longest.largest(fits, first, 4, 100) == true_size // 4 * 4
+    assert len(asked) == 2
+    assert offload_longest.guess(lambda size: None, 4, 10**9) == 4
+
+
 def test_the_longest_sequence(monkeypatch):
     def fake(stack, name):
         reach = {"remat": 64, "ring": 96}[name]
-        contender = offload.Contender(name=name, host_bytes=stack.tokens)
-        return (2.0, contender) if stack.tokens <= reach else None
+        contender = offload_stack.Contender(
+            name=name, host_bytes=stack.tokens, first_ms=2.0
+        )
+        return contender if stack.tokens <= reach else None
 
-    monkeypatch.setattr(offload, "_try", fake)
-    rows = offload.longest(STACK, ["remat", "ring"], "tokens", step=8, most=4096)
+    monkeypatch.setattr(offload_longest, "_try", fake)
+    rows = offload_longest.longest(
+        STACK, ["remat", "ring"], "tokens", step=8, most=4096
+    )
     assert [row["tokens"] for row in rows] == [64, 96]
     assert rows[1]["tokens_per_s"] == 48_000
 
