@@ -25,6 +25,10 @@ os.environ["XLA_FLAGS"] = _FLAGS
 import jax
 import pytest
 
+from tests.interpreter import hand_over_numpy
+
+
+hand_over_numpy()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

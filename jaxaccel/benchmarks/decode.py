@@ -38,6 +38,7 @@ from jaxaccel.cache.dense import KVCache
 from jaxaccel.config.gin_utils import load_config
 from jaxaccel.core.tree import num_bytes
 from jaxaccel.decoding.waterfall import DecodeBenchConfig, Settings, settings
+from pallas_kernels._common import timing
 from pallas_kernels._common.bench import Ceilings, ceilings, digits, stamp
 
 
@@ -127,11 +128,13 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
       One row per step: `ms` is the time from a row's token to its next, `None` where
       the step could not run or was wrong, with the reason in `note`.
     """
-    limits = ceilings()
+    with timing.alone():
+        limits = ceilings()
     is_trained = config.checkpoint is not None
     weights = Weights.trained(config) if is_trained else Weights.random(config)
     plan = settings(config, refusals(config))
-    built, expected = _prepare(config, weights, plan)
+    with timing.together():
+        built, expected = _prepare(config, weights, plan)
     for batch in config.batches:
         # The argmax of NaN is a token like any other, on which all steps agree.
         is_finite = bool(np.isfinite(expected[batch][1]).all())
@@ -219,7 +222,8 @@ def _measured(
     # Written so that NaN fails.
     if not found.gap <= config.logit_tolerance:
         return {**row, "note": "no speed: other tokens than those of the first step"}
-    milliseconds = _time(launch, _timed_tokens(config, step), config.rounds)
+    with timing.alone():
+        milliseconds = _time(launch, _timed_tokens(config, step), config.rounds)
     row |= {
         "ms": digits(statistics.median(milliseconds)),
         "rounds_ms": [digits(value) for value in milliseconds],

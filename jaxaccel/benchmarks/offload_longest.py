@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 from jaxaccel.benchmarks.offload_stack import (
     Contender,
     Stack,
+    bytes_limit,
     contend,
     gradient_function,
     is_out_of_memory,
@@ -108,7 +110,7 @@ def longest(
         return dataclasses.replace(stack, num_layers=size)
 
     rows, smallest = [], stack.tokens if axis == "tokens" else stack.num_layers
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = bytes_limit()
     for name in modes:
         split_mode(name)
         best: dict[int, Contender] = {}
@@ -153,3 +155,6 @@ def _try(stack: Stack, name: str) -> Contender | None:
         if not is_out_of_memory(error):
             raise
         return None
+    finally:
+        # The frames of an error hold what was on the device.
+        gc.collect()

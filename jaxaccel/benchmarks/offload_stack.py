@@ -49,7 +49,7 @@ class Stack:
     num_kv_heads: int = 8
     head_dim: int = 128
     dtype: str = "bfloat16"
-    attention: str = "cudnn"
+    attention: str = "mosaic"
     group: int = 2
 
     @property
@@ -251,6 +251,11 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "Out of host memory" in str(error)
 
 
+def bytes_limit() -> int | None:
+    """Bytes of the device that JAX may take, `None` where it does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
 def contend(
     stack: Stack, name: str, ws: Any, x: jax.Array, *, compare: bool = True
 ) -> tuple[Contender, Any]:
@@ -270,6 +275,9 @@ def contend(
                 + memory.temp_size_in_bytes
             )
             contender.host_bytes = memory.host_temp_size_in_bytes
+        if contender.device_bytes > (bytes_limit() or contender.device_bytes):
+            contender.note = "out of memory"
+            return contender, None
         jax.block_until_ready(x)
         start = time.perf_counter()
         _, gradients = jax.block_until_ready(call(ws, x))

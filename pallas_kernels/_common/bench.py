@@ -140,10 +140,10 @@ def _compare(got: jax.Array, want: jax.Array, rel: float | None, name: str) -> N
 
 
 def _exact(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
-        for a in args
-    )
+    def widened(a):
+        return a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return jax.tree.map(widened, args)
 
 
 def check(

@@ -264,9 +264,11 @@ def test_the_kernel_on_the_card(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [2, 4, 8])
-def test_any_cluster_on_the_card(monkeypatch, cluster):
-    spec = MODEL["gpt_oss"]
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("qwen3_next", 2), ("gpt_oss", 4), ("gpt_oss", 8)]
+)
+def test_any_cluster_on_the_card(monkeypatch, name, cluster):
+    spec = MODEL[name]
     args = arguments(spec, 3)
     division = config.Config(cluster=cluster, slots=4)
     monkeypatch.setattr(config, "pick", lambda **_: division)
