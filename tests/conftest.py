@@ -15,6 +15,8 @@ for _flag in (
     # Compiling, not running, is what the suite spends its time on.
     "--xla_backend_optimization_level=0",
     "--xla_cpu_opt_preset=FAST_COMPILE",
+    # One module a program: cut into 32, its shared parts are compiled 32 times.
+    "--xla_cpu_parallel_codegen_split_count=1",
     # The plain emitters compile a training step much faster; see kernels/running.py.
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 ):

@@ -55,6 +55,7 @@ def environment(tmp_path):
         # Nearly all of the time is compilation; these make it shorter.
         "XLA_FLAGS": (
             "--xla_backend_optimization_level=0 --xla_cpu_opt_preset=FAST_COMPILE "
+            "--xla_cpu_parallel_codegen_split_count=1 "
             "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         ),
         "JAX_DEFAULT_PRNG_IMPL": "rbg",
