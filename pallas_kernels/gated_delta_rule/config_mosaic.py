@@ -55,16 +55,13 @@ class Gate(enum.IntEnum):
 
 
 Order = Literal["queries_first", "queries_last", "values_first"]
-Products = Literal["together", "in_turn"]
-Grads = Literal["blocks", "ring", "stream"]
+Grads = Literal["ring", "stream"]
 Keep = Literal["inputs", "states"]
-Inverse = Literal["each", "masked"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Launch parameters. Results depend on all but `stages` and `prepare_warpgroups` in
-    their rounding.
+    """Launch parameters. Results depend on all but `stages` in their rounding.
 
     Attributes:
       segments: stretches of time of each row that run side by side, see
@@ -79,32 +76,19 @@ class Config:
         Q weighed by the decay, in 16 bits. "queries_last" does only that;
         "values_first" multiplies the values with R along with the first products,
         too.
-      prepare_warpgroups: of a block of `kernel_inverse`, 1 or 5, each with a chunk of
-        its own. Five of a block have 96 registers each; the compiler gives a single
-        one what it wants, which decides how many blocks an SM has.
-      inverse: how `kernel_inverse` multiplies the tiles of its warps: "each" with all,
-        of which a warp keeps its own, or "masked", `kernel_inverse_masked`.
-      grads: the kernel of the gradients that need no order: "ring",
-        `kernel_grads_ring` with blocks that stay and halves of V, "stream",
-        `kernel_grads_stream`, the same with matrix after matrix, or "blocks",
-        `kernel_grads` with a block for each chunk of a key head.
-      grads_warpgroups: of a block of `kernel_grads`, 2 or 3.
-      grads_products: "together", or "in_turn" with fewer registers: how `kernel_grads`
-        makes the two products over pairs of tokens.
+      grads: the kernel of the gradients that need no order: "stream",
+        `kernel_grads_stream`, which copies matrix after matrix, or "ring",
+        `kernel_grads_ring`, which copies halves of V.
       keep: what the forward of a gradient writes for its backward. "inputs": nothing
         more than the inverses and factors, states are computed again. "states": the
         state at each chunk's entry and what each token writes, three times the size
-        of v; not for "blocks". The forward kernel then has room for two stages.
+        of v. The forward kernel then has room for two stages.
     """
 
     segments: int | None = None
     stages: int = 3
     order: Order = "queries_first"
-    prepare_warpgroups: int = 1
-    inverse: Inverse = "each"
-    grads: Grads = "ring"
-    grads_warpgroups: int = 2
-    grads_products: Products = "in_turn"
+    grads: Grads = "stream"
     keep: Keep = "inputs"
 
     def __post_init__(self):
@@ -113,19 +97,11 @@ class Config:
         for name, allowed in (
             ("stages", (2, 3)),
             ("order", get_args(Order)),
-            ("prepare_warpgroups", (1, 5)),
-            ("inverse", get_args(Inverse)),
             ("grads", get_args(Grads)),
-            ("grads_warpgroups", (2, 3)),
-            ("grads_products", get_args(Products)),
             ("keep", get_args(Keep)),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}={value!r}, allowed are {allowed}")
-        if self.keep == "states" and self.grads == "blocks":
-            raise ValueError(
-                "keep='states' comes with grads='blocks', allowed are 'ring', 'stream'"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

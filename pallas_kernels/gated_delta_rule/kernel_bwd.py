@@ -12,10 +12,10 @@ gradient of the state at a chunk's exit, and P, R as in `kernel_fwd`:
     dV^T = dD^T R
     dS^T = across dS^T + dO^T (scale diag(enter) Q) - (dV^T diag(enter)) K
 
-Everything else follows from dS and dV chunk by chunk, see `kernel_grads`. For
-`kernel_grads_ring` and `kernel_grads_stream` the first half writes D as well, which it
-has at hand, and the other one dY instead of dV, by leaving out the factor diag(beta) of
-R. Where the forward has kept S and D there is no first half.
+Everything else follows from dS, dV and D chunk by chunk, see `kernel_grads`. The first
+half writes D as well, which it has at hand, and the other one dY instead of dV, by
+leaving out the factor diag(beta) of R. Where the forward has kept S and D there is no
+first half.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     HALF,
     STAGES,
     STATE_WARPGROUPS,
-    Config,
     Gate,
     Shapes,
 )
@@ -113,7 +112,6 @@ def _carry_gradient(
     shapes,
     scale,
     item,
-    weighed,
 ):
     def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
@@ -130,7 +128,7 @@ def _carry_gradient(
             plgpu.copy_smem_to_gmem(state_out, d_states_ref.at[item, chunk, half])
 
         d_state = tc.load_global(d_last_ref.at[item, half])
-        d_state = gradient_pass(shapes, ring, d_state, warpgroup, emit, weighed=weighed)
+        d_state = gradient_pass(shapes, ring, d_state, warpgroup, emit, weighed=False)
         d_initial_ref.at[item, half][...] = d_state
         plgpu.wait_smem_to_gmem(0)
 
@@ -143,7 +141,7 @@ def _carry_gradient(
         carry_state,
         reverse=True,
         weigh_queries=True,
-        weigh_writes=weighed,
+        weigh_writes=False,
     )
 
 
@@ -155,7 +153,7 @@ def _chunk_bwd_kernel(
     dv_ref,
     d_states_ref,
     d_initial_ref,
-    written_ref=None,
+    written_ref,
     *,
     ring,
     staging,
@@ -181,7 +179,6 @@ def _chunk_bwd_kernel(
             shapes=shapes,
             scale=scale,
             item=block,
-            weighed=written_ref is None,
         )
 
     @pl.when(block >= shapes.items)
@@ -213,16 +210,14 @@ def _reverse_kernel(sources, d_last_ref, *outputs, ring, staging, shapes, scale)
         shapes=shapes,
         scale=scale,
         item=lax.axis_index("item"),
-        weighed=False,
     )
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def chunk_bwd(
     shapes: Shapes,
     scale: float,
-    config: Config,
     sources: dict[str, jax.Array],
     initial_state: jax.Array,
     d_last: jax.Array,
@@ -232,7 +227,6 @@ def chunk_bwd(
     Args:
       shapes: sizes of the call.
       scale: factor on the output.
-      config: launch parameters.
       sources: q, k [B T, Hk, K], v, do [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
       initial_state: f32[B Hv, V, K].
@@ -241,8 +235,8 @@ def chunk_bwd(
     Returns:
       What the gradients of a chunk need, of v's dtype: states [B Hv, T / C, V, K]
       and d_states, the state at the entry of each chunk, and the gradient of that at
-      its exit; dv [B T, Hv, V], or for `kernel_grads_ring` d_weighed and written, dY
-      and D. And d_initial f32[B Hv, V, K].
+      its exit; and [B T, Hv, V] d_weighed and written, dY and D. And d_initial
+      f32[B Hv, V, K].
     """
     items, value_dim, key_dim = d_last.shape
     operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
@@ -250,9 +244,8 @@ def chunk_bwd(
         (items, shapes.chunks, value_dim, key_dim), shapes.dtype
     )
     values = jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype)
-    ring = config.grads != "blocks"
     names = ("q", "k", "do", "inverse", "gates")
-    states_out, values_out, d_states, d_initial, *written = launch(
+    states_out, d_weighed, d_states, d_initial, written = launch(
         functools.partial(_chunk_bwd_kernel, shapes=shapes, scale=scale),
         "pk_gdn_bwd",
         sources,
@@ -263,7 +256,7 @@ def chunk_bwd(
             values,
             states,
             jax.ShapeDtypeStruct(d_last.shape, jnp.float32),
-            *(values,) * ring,
+            values,
         ),
         scratch={
             "ring": ring_scratch(shapes, names),
@@ -271,11 +264,12 @@ def chunk_bwd(
             "states_full": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
         },
     )
-    between = {"states": states_out, "d_states": d_states}
-    if ring:
-        between |= {"d_weighed": values_out, "written": written[0]}
-    else:
-        between["dv"] = values_out
+    between = {
+        "states": states_out,
+        "d_states": d_states,
+        "d_weighed": d_weighed,
+        "written": written,
+    }
     return between, d_initial
 
 

@@ -1,7 +1,7 @@
 """Mosaic GPU kernel for the gradients that need no order, fed by a ring.
 
-It does what `kernel_grads` does with half of its products, on blocks that stay and work
-through chunk after chunk while a warpgroup copies ahead. Notation as there, and
+Of the products in `kernel_grads` it needs half, on blocks that stay and work through
+chunk after chunk while a warpgroup copies ahead. Notation as there, and
 
     Y = diag(beta) W      D = (I + L o G)^-1 Y      dY = (A o G)^T dD
 
@@ -348,7 +348,11 @@ def finish_sums(
 
 
 def unknown_zero(gates: Any) -> jax.Array:
-    """Zero, without the compiler knowing it; see `kernel_grads`."""
+    """Zero, without the compiler knowing it.
+
+    Addresses that depend on it are computed where they are used. Known ones would all
+    be computed before the loop over heads, and fill the registers it needs.
+    """
     return (gates[Gate.ENTER, CHUNK - 1] < 0).astype(jnp.int32)
 
 

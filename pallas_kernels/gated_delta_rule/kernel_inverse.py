@@ -18,8 +18,6 @@ the matrix is multiplied with the tile of every warp, and each warp keeps what i
 own. That is a quarter of the work of whole products, and of the registers. Only the
 last two steps have tiles beside the diagonal.
 
-`kernel_inverse_masked` does the same with one sum in place of four.
-
 Value heads of one key head share K K^T, but multiplying it again costs less than the
 registers that a loop over the heads takes from other blocks: products wait for each
 other, so what counts is how many chunks an SM has at a time.
@@ -42,24 +40,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
-from pallas_kernels.gated_delta_rule import kernel_inverse_masked
 from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import (
     CHUNK,
     HALF,
     SQUARE,
-    Config,
     Gate,
     Shapes,
 )
 from pallas_kernels.gated_delta_rule.config_mosaic import LOG2_E as LOG2_E
-from pallas_kernels.gated_delta_rule.kernel_inverse_masked import (
-    TILE,
-    TILES,
-    as_f16,
-    quarter,
-    tile,
-)
+
+
+TILE = 16  # rows of a warp, and the least that a product sums over
+TILES = CHUNK // TILE
 
 
 def decay_rows(g_ref, start_ref, last_start, index):
@@ -86,6 +79,23 @@ def decay_rows(g_ref, start_ref, last_start, index):
     return total, enter, leave, start.astype(jnp.float32)
 
 
+def _as_f16(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float16)
+
+
+def _tile(smem: Any, row: int, column: int = 0, *, wide: int = 1) -> Any:
+    """A tile of 16 rows and `wide` tiles of 16 columns."""
+    return smem.at[pl.ds(row * TILE, TILE), pl.ds(column * TILE, wide * TILE)]
+
+
+def _quarter(row: jax.Array, column: jax.Array, size: int) -> jax.Array:
+    """Whether elements lie in the lower left quarter of a diagonal block of 2 size.
+
+    The upper right quarter counts as well: what is put there is zero.
+    """
+    return ((row & -size) ^ size) == (column & -size)
+
+
 def _own(warp: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
     """Part i in the rows of warp i, f32[C, 16]."""
     kept = parts[0]
@@ -110,19 +120,19 @@ def _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem):
     """
     parts = [lower[:, i * TILE : (i + 1) * TILE] for i in range(TILES)]
     # Blocks of size 2 are exact: (I + L)^-1 = I - L.
-    pairs = jnp.where(quarter(row, column, 1), -_own(warp, parts), 0.0)
+    pairs = jnp.where(_quarter(row, column, 1), -_own(warp, parts), 0.0)
     tiles = jnp.where(row == column, 1.0, pairs)
     for turn, size in enumerate((2, 4, 8)):
-        smem, halves = tiles_smem.at[turn % 2], as_f16(tiles)
+        smem, halves = tiles_smem.at[turn % 2], _as_f16(tiles)
         smem[...] = halves
         plgpu.commit_smem()
-        diagonal = [(halves, tile(lower_smem, i, i)) for i in range(TILES)]
-        left = as_f16(_own(warp, tc.mma_each(*diagonal)))
-        inverses = [(left, tile(smem, i)) for i in range(TILES)]
+        diagonal = [(halves, _tile(lower_smem, i, i)) for i in range(TILES)]
+        left = _as_f16(_own(warp, tc.mma_each(*diagonal)))
+        inverses = [(left, _tile(smem, i)) for i in range(TILES)]
         both = _own(warp, tc.mma_each(*inverses))
-        tiles = jnp.where(quarter(row, column, size), -both, tiles)
+        tiles = jnp.where(_quarter(row, column, size), -both, tiles)
     smem = tiles_smem.at[1]
-    smem[...] = as_f16(tiles)
+    smem[...] = _as_f16(tiles)
     plgpu.commit_smem()
     return tiles, smem
 
@@ -144,7 +154,7 @@ def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
         for axis in (0, 1)
     )
     warp, row = lax.shift_right_logical(row, 4), row & (TILE - 1)
-    lower_smem[...] = as_f16(lower)
+    lower_smem[...] = _as_f16(lower)
     tiles, smem = _diagonal_tiles(lower, warp, row, column, lower_smem, tiles_smem)
 
     # Blocks of 32 have one tile beside the diagonal, in the rows of warps 1 and 3.
@@ -154,10 +164,10 @@ def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
 
     firsts = (0, 2)
     products = tc.mma_each(
-        *((as_f16(tiles), tile(lower_smem, i + 1, i)) for i in firsts)
+        *((_as_f16(tiles), _tile(lower_smem, i + 1, i)) for i in firsts)
     )
-    left = as_f16(upper_and_lower(products))
-    products = tc.mma_each(*((left, tile(smem, i)) for i in firsts))
+    left = _as_f16(upper_and_lower(products))
+    products = tc.mma_each(*((left, _tile(smem, i)) for i in firsts))
     beside = jnp.where((warp & 1) == 1, -upper_and_lower(products), 0.0)
 
     # The block of 64 has four, below the corner of two times two tiles.
@@ -171,10 +181,12 @@ def _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem):
         rows(3, tiles, 0.0),
     ]
     for i in range(2):
-        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = as_f16(columns[i])
-    left = tc.mma(*((as_f16(columns[i]), tile(lower_smem, i, wide=2)) for i in (2, 3)))
+        corner_smem.at[:, pl.ds(i * TILE, TILE)][...] = _as_f16(columns[i])
+    left = tc.mma(
+        *((_as_f16(columns[i]), _tile(lower_smem, i, wide=2)) for i in (2, 3))
+    )
     plgpu.commit_smem()
-    below = tc.mma((as_f16(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
+    below = tc.mma((_as_f16(left), corner_smem.at[pl.ds(0, 2 * TILE)]))
     for i in range(2):
         part = below[:, i * TILE : (i + 1) * TILE]
         columns[i] = jnp.where(warp < 2, columns[i], -part)
@@ -192,11 +204,10 @@ def _prepare_chunk(
     k_smem,
     lower_smem,
     tiles_smem,
-    more_smem,
+    corner_smem,
     arrived,
     *,
     shapes: Shapes,
-    masked: bool,
 ):
     # Heads vary fastest, so that those of one key head find its keys in the cache.
     block, head = tc.split_index(index, shapes.value_heads)
@@ -210,18 +221,13 @@ def _prepare_chunk(
             k_ref.at[tokens, key_head, columns], k_smem.at[half], arrived
         )
     index = tc.square_indices(CHUNK)
-    at = (row, inside, head) if masked else (item, inside)
-    beta = tc.load_global(beta_ref.at[*at], tc.PER_ROW)
+    beta = tc.load_global(beta_ref.at[item, inside], tc.PER_ROW)
     decays = (
-        g_ref.at[*at],
+        g_ref.at[item, inside],
         start_ref.at[row, inside],
         start_ref[row, chunk * CHUNK + (CHUNK - 1)],
     )
-    if masked:
-        rows = kernel_inverse_masked.decay_rows(*decays, more_smem)
-    else:
-        rows = decay_rows(*decays, index)
-    total, enter, leave, start = rows
+    total, enter, leave, start = decay_rows(*decays, index)
     gates = gates_ref.at[item, chunk]
     gates.at[Gate.TOTAL][...] = total
     gates.at[Gate.ENTER][...] = enter
@@ -230,13 +236,9 @@ def _prepare_chunk(
     gates.at[Gate.START][...] = start
     plgpu.barrier_wait(arrived)
     lower = tc.mma(*((k_smem.at[half], k_smem.at[half].T) for half in range(2)))
-    places = lower_smem, tiles_smem
-    if masked:
-        inverse = kernel_inverse_masked.unit_lower_inverse(lower, beta, *places)
-    else:
-        lower = lower * tc.per_row(beta, SQUARE)
-        lower = jnp.where(index[0] > index[1], lower, 0.0)
-        inverse = _unit_lower_inverse(lower, *places, more_smem)
+    lower = lower * tc.per_row(beta, SQUARE)
+    lower = jnp.where(index[0] > index[1], lower, 0.0)
+    inverse = _unit_lower_inverse(lower, lower_smem, tiles_smem, corner_smem)
     out_smem = k_smem.at[0]  # nobody reads the keys any more
     out_smem[...] = inverse.astype(out_smem.dtype)
     plgpu.commit_smem()
@@ -252,10 +254,9 @@ def _tiled(*shape: int) -> Any:
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def prepare(
     shapes: Shapes,
-    config: Config,
     k: jax.Array,
     g: jax.Array,
     beta: jax.Array,
@@ -265,45 +266,26 @@ def prepare(
 
     Args:
       shapes: sizes of the call.
-      config: launch parameters.
       k: [B T, Hk, K], bf16 or f16.
-      g: f32[B Hv, T], log decay in base 2, from -160 to 0; if `config.inverse` is
-        "masked", f32[B, T, Hv], natural logarithms <= 0.
-      beta: f32, of g's shape.
+      g: f32[B Hv, T], log decay in base 2, from -160 to 0.
+      beta: f32[B Hv, T].
       start: i32[B, T] from `tables.document_starts`.
 
     Returns:
       inverse [B T, Hv, C] of k's dtype: row i of (I + L)^-1 at token i.
       gates f32[B Hv, T / C, len(Gate), C]: what `Gate` lists, chunk by chunk.
     """
-    count, chunks = config.prepare_warpgroups, shapes.items * shapes.chunks
-    masked = config.inverse == "masked"
     scratch: list[Any] = [
-        tc.operand(count, 2, CHUNK, HALF, dtype=k.dtype),
-        _tiled(count, *SQUARE),
-        _tiled(count, 3 if masked else 2, CHUNK, TILE),
-        # Decays, or the corner of the last step.
-        plgpu.SMEM((count, CHUNK), jnp.float32)
-        if masked
-        else _tiled(count, CHUNK, 2 * TILE),
-        plgpu.Barrier(num_arrivals=2, num_barriers=count),  # halves of the keys
+        tc.operand(2, CHUNK, HALF, dtype=k.dtype),
+        _tiled(*SQUARE),
+        _tiled(2, CHUNK, TILE),
+        _tiled(CHUNK, 2 * TILE),  # the corner of the last step
+        plgpu.Barrier(num_arrivals=2),  # halves of the keys
     ]
     hw.check_smem(tc.shared_bytes(scratch), "pk_gdn_prepare")
 
     def body(*refs):
-        warpgroup = lax.axis_index("warpgroup")
-        index = lax.axis_index("block") * count + warpgroup
-        places = [x.at[warpgroup] for x in refs[-len(scratch) :]]
-
-        @pl.when(index < chunks)
-        def _():
-            _prepare_chunk(
-                index,
-                *refs[: -len(scratch)],
-                *places,
-                shapes=shapes,
-                masked=masked,
-            )
+        _prepare_chunk(lax.axis_index("block"), *refs, shapes=shapes)
 
     return plgpu.kernel(
         body,
@@ -313,10 +295,8 @@ def prepare(
                 (shapes.items, shapes.chunks, len(Gate), CHUNK), jnp.float32
             ),
         ),
-        grid=(-(-chunks // count),),
+        grid=(shapes.items * shapes.chunks,),
         grid_names=("block",),
-        num_threads=count,
-        thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_gdn_prepare",
         compiler_params=tc.params(),

@@ -1,8 +1,8 @@
 """The gated delta rule through Mosaic GPU kernels, with their gradient.
 
 Forward: `kernel_inverse` then `kernel_fwd`. Backward: `kernel_bwd` computes the states
-at chunk entries again and runs the chunks in reverse, `kernel_grads`,
-`kernel_grads_ring` or `kernel_grads_stream` does the rest.
+at chunk entries again and runs the chunks in reverse, `kernel_grads_stream` or
+`kernel_grads_ring` does the rest.
 Saved between the two are the inputs, the inverses and the decay factors; a
 `jax.checkpoint` policy finds the latter two as "gdn_inverse" and "gdn_gates". With
 `Config(keep="states")` the forward of a gradient saves the states at chunk entries and
@@ -42,7 +42,6 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
 )
 from pallas_kernels.gated_delta_rule.kernel_bwd import chunk_bwd, reverse_bwd
 from pallas_kernels.gated_delta_rule.kernel_fwd import chunk_fwd
-from pallas_kernels.gated_delta_rule.kernel_grads import chunk_grads
 from pallas_kernels.gated_delta_rule.kernel_grads_ring import chunk_grads_ring
 from pallas_kernels.gated_delta_rule.kernel_grads_stream import chunk_grads_stream
 from pallas_kernels.gated_delta_rule.kernel_inverse import prepare
@@ -68,13 +67,9 @@ def _only(sources: dict[str, jax.Array], *names: str) -> dict[str, jax.Array]:
     return {name: sources[name] for name in (*names, "inverse", "gates")}
 
 
-def _prepare(
-    shapes: Shapes, config: Config, k, g, beta, start
-) -> tuple[jax.Array, jax.Array]:
-    if config.inverse == "each":
-        g = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
-        beta = _by_head(shapes, beta)
-    inverse, gates = prepare(shapes, config, _flat(k), g, beta, start)
+def _prepare(shapes: Shapes, k, g, beta, start) -> tuple[jax.Array, jax.Array]:
+    g = _by_head(shapes, jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E)
+    inverse, gates = prepare(shapes, _flat(k), g, _by_head(shapes, beta), start)
     inverse = checkpoint_name(inverse, "gdn_inverse")
     return inverse, checkpoint_name(gates, "gdn_gates")
 
@@ -146,7 +141,7 @@ def _rule(shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start,
 def _rule_forward(
     shapes: Shapes, scale: float, config: Config, q, k, v, g, beta, start, state
 ):
-    inverse, gates = _prepare(shapes, config, k, g, beta, start)
+    inverse, gates = _prepare(shapes, k, g, beta, start)
     sources = {
         "q": _flat(q),
         "k": _flat(k),
@@ -192,13 +187,10 @@ def _rule_backward(
         more, d_entries = reverse_bwd(shapes, scale, reverse, d_exits)
         between = between | more
     else:
-        between, d_entries = chunk_bwd(shapes, scale, config, sources, entries, d_exits)
-    if config.grads == "blocks":
-        grads = chunk_grads(shapes, scale, config, sources | between) | between
-    else:
-        del sources["inverse"]
-        run = chunk_grads_stream if config.grads == "stream" else chunk_grads_ring
-        grads = run(shapes, scale, sources | between)
+        between, d_entries = chunk_bwd(shapes, scale, sources, entries, d_exits)
+    del sources["inverse"]
+    run = chunk_grads_stream if config.grads == "stream" else chunk_grads_ring
+    grads = run(shapes, scale, sources | between)
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
     return (
@@ -282,7 +274,7 @@ def summaries(
     k, v = head_dims.fit_keys(k), head_dims.fit_values(v)
     g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
     k, v, g, beta, starts = _padded_rows((k, v, g, beta), starts, shapes.time)
-    inverse, gates = _prepare(shapes, Config(), k, g, beta, starts)
+    inverse, gates = _prepare(shapes, k, g, beta, starts)
     sources = {"k": _flat(k), "v": _flat(v), "inverse": inverse, "gates": gates}
     maps = kernel_summary.row_summary(shapes, sources)
     heads = (shapes.batch, shapes.value_heads)
@@ -310,7 +302,7 @@ def entry_gradients(
     g, beta = (head_dims.fit_gates(x, value_dim) for x in (g, beta))
     inputs = (q, k, g, beta, do)
     q, k, g, beta, do, starts = _padded_rows(inputs, starts, shapes.time)
-    inverse, gates = _prepare(shapes, Config(), k, g, beta, starts)
+    inverse, gates = _prepare(shapes, k, g, beta, starts)
     sources = {"q": _flat(q), "k": _flat(k), "do": _flat(do)}
     sources |= {"inverse": inverse, "gates": gates}
     state = (shapes.batch, shapes.value_heads, shapes.value_dim, shapes.key_dim)

@@ -199,19 +199,8 @@ VARIANTS: dict[str, Config] = {
     "stages2": Config(stages=2),
     "queries_last": Config(order="queries_last"),
     "values_first": Config(order="values_first"),
-    "prepare5": Config(prepare_warpgroups=5),
+    "ring": Config(grads="ring"),
     "keep": Config(keep="states"),
-    "stream": Config(grads="stream"),
-    "keep_stream": Config(keep="states", grads="stream"),
-    "masked": Config(inverse="masked"),
-    "stream_masked": Config(grads="stream", inverse="masked"),
-    "keep_stream_masked": Config(keep="states", grads="stream", inverse="masked"),
-    "blocks": Config(grads="blocks"),
-    "blocks_together": Config(grads="blocks", grads_products="together"),
-    "blocks3": Config(grads="blocks", grads_warpgroups=3),
-    "blocks3_together": Config(
-        grads="blocks", grads_warpgroups=3, grads_products="together"
-    ),
 }
 
 
