@@ -49,8 +49,12 @@ def _locked(how: int) -> Iterator[None]:
     if not path:
         yield
         return
-    with open(path, "w") as file:
+    with open(f"{path}.queue", "w") as queue, open(path, "w") as file:
+        # One waits at a time, so that those who share do not overtake, one after the
+        # other, the one who wants to be alone.
+        fcntl.flock(queue, fcntl.LOCK_EX)
         fcntl.flock(file, how)  # released with the file
+        fcntl.flock(queue, fcntl.LOCK_UN)
         yield
 
 

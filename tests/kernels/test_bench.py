@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -352,3 +353,27 @@ def test_on_the_device_the_same_error_fails(whole):
         bench.assert_close_on_device(far, want, **options)
     with pytest.raises(AssertionError, match="y"):
         bench.assert_close_on_device(want.at[3, 4].set(jnp.nan), want, **options)
+
+
+def test_who_measures_is_not_overtaken_by_those_who_share(monkeypatch, tmp_path):
+    """A second one asks to share after one has asked to be alone: it comes later."""
+    monkeypatch.setenv(timing.DEVICE_LOCK, str(tmp_path / "lock"))
+    order: list[str] = []
+
+    def enter(kind, name):
+        with kind():
+            order.append(name)
+
+    def waiting(kind, name):
+        thread = threading.Thread(target=enter, args=(kind, name))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        return thread
+
+    with timing.together():
+        enter(timing.together, "beside")  # sharing is at once
+        threads = [waiting(timing.alone, "alone"), waiting(timing.together, "later")]
+    for thread in threads:
+        thread.join()
+    assert order == ["beside", "alone", "later"]
