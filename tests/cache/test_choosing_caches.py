@@ -17,6 +17,8 @@ from jaxaccel.cache.snapkv import SnapKVCacheConfig
 
 
 LENGTHS, COUNT = [29, 0, 14], 12
+# Of the longest prompt: with the same width and count, tests share their programs.
+WIDTH = 29
 QUEST = QuestCacheConfig(budget=8, page=4, local_window=5)
 SNAPKV = SnapKVCacheConfig(budget=6, window=4, kernel=3, generated=16)
 H2O = H2OCacheConfig(heavy=5, recent=4)
@@ -56,7 +58,7 @@ def test_it_reads_what_the_definition_says(text, policy, keep):
     _, dense, _ = lt.run(DenseCacheConfig(), text, LENGTHS, COUNT)
     # Around the borders of pages, windows and budgets, and a prompt of no tokens.
     for lengths in (LENGTHS, [9, 10, 11], [4, 5, 3], [8, 1, 12]):
-        _, o, state = lt.run(policy, text, lengths, COUNT, width=29)
+        _, o, state = lt.run(policy, text, lengths, COUNT, width=WIDTH)
         of = functools.partial(keep, lengths)
         expected = lt.expected(text, lengths, COUNT, of)
         np.testing.assert_allclose(o, expected, atol=2e-6)
@@ -141,10 +143,10 @@ def test_what_was_never_written_is_never_read(text, policy):
 
 @pytest.mark.parametrize("policy", [QUEST, H2O, SNAPKV, PAGED], ids=NAMES)
 def test_a_row_of_padding_keeps_its_cache(text, policy):
-    _, _, before = lt.run(policy, text, [20, 9, 14], 2)
+    _, _, before = lt.run(policy, text, [17, 9, 14], COUNT, width=WIDTH)
     arrays = tuple(text.__dict__.values())
     real = jnp.asarray([True, False, True])
-    o, after = lt.steps(policy, lt.SPEC, 6, arrays, before.length, before, real)
+    o, after = lt.steps(policy, lt.SPEC, COUNT, arrays, before.length, before, real)
     assert not np.isnan(o).any()
     for name in after.names():
         if name not in (*after.SHARED, "ids"):
@@ -157,23 +159,29 @@ def test_pages_are_taken_once_and_given_back(text):
     """Rows of 29, 1 and 14 tokens grow by 6; then one ends, and another begins."""
     policy = PagedCacheConfig(page=4, num_pages=16)
     policy.check_lengths([35, 7, 20])
-    _, o, state = lt.run(policy, text, [29, 1, 14], 6)
-    _, dense, _ = lt.run(DenseCacheConfig(), text, [29, 1, 14], 6)
-    np.testing.assert_allclose(o, dense, atol=2e-6)
+    arrays = tuple(text.__dict__.values())
+    ones, first = jnp.ones((3,), bool), jnp.asarray([True, False, False])
+
+    def on(state, length, real):
+        return lt.steps(policy, lt.SPEC, 3, arrays, length, state, real)
+
+    _, start, state = lt.run(policy, text, [29, 1, 14], 3)
+    o, state = on(state, state.length, ones)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, [29, 1, 14], COUNT)
+    np.testing.assert_allclose(np.concatenate([start, o]), dense[:6], atol=2e-6)
     table = np.asarray(state.table)
     assert (table >= 0).sum(axis=1).tolist() == [9, 2, 5]
     assert sorted(table[table >= 0]) == list(range(16))
     # The pool is full: what comes without a page is counted, and hurts no row.
-    arrays, ones = tuple(text.__dict__.values()), jnp.ones((3,), bool)
-    _, full = lt.steps(policy, lt.SPEC, 2, arrays, state.length, state, ones)
-    np.testing.assert_array_equal(full.lost, [1, 1, 2])
+    _, full = on(state, state.length, ones)
+    np.testing.assert_array_equal(full.lost, [2, 2, 3])
     empty = lt.reset(full, [True, False, False])
     assert (np.asarray(empty.table)[0] == -1).all()
-    length = jnp.asarray([0, 0, 0], jnp.int32)
-    first = jnp.asarray([True, False, False])
-    o, again = lt.steps(policy, lt.SPEC, 9, arrays, length, empty, first)
-    _, alone, _ = lt.run(DenseCacheConfig(), text, [0, 0, 0], 9)
-    np.testing.assert_allclose(o[:, 0], alone[:, 0], atol=2e-6)
+    _, alone, _ = lt.run(DenseCacheConfig(), text, [0, 0, 0], COUNT, width=WIDTH)
+    again = empty
+    for at in (0, 3, 6):
+        o, again = on(again, jnp.full((3,), at, jnp.int32), first)
+        np.testing.assert_allclose(o[:, 0], alone[at : at + 3, 0], atol=2e-6)
     held = np.asarray(again.table)
     assert len(set(held[held >= 0])) == (held >= 0).sum() == 10
 
