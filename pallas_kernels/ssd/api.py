@@ -16,7 +16,8 @@ from pallas_kernels.ssd import config_mosaic, reference, xla
 from pallas_kernels.ssd.config import heuristic
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernels yet"}
+LEAST_TIME = 1024
+"""Tokens of a row from which `None` takes the kernels; the rows have 8192."""
 
 
 def _refusals(x: Any, b: Any, chunk_size: int) -> dict[str, str]:
@@ -63,11 +64,14 @@ def choose(
             f'config={config} is for "mosaic", implementation={implementation!r} has '
             "none"
         )
+    only_named = {}
+    if x.ndim == 4 and x.shape[1] < LEAST_TIME:
+        only_named["mosaic"] = f"T is below {LEAST_TIME}, far from any measured row"
     return select(
         "ssd",
         implementation,
         _refusals(x, b, chunk_size),
-        only_named=_ONLY_NAMED,
+        only_named=only_named,
         config=config_mosaic.Config() if config is None else config,
     )
 

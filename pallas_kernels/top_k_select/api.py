@@ -14,7 +14,8 @@ from pallas_kernels.top_k_select import config as configs
 from pallas_kernels.top_k_select import reference, xla
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+LEAST_COLUMNS = 4096
+"""Scores of a row from which `None` takes the kernel; the rows have 7,688 and more."""
 
 
 def choose(
@@ -50,8 +51,12 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.pick(columns)
+    only_named = {}
+    if columns < LEAST_COLUMNS:
+        short = f"rows are below {LEAST_COLUMNS} scores, far from any measured one"
+        only_named["mosaic"] = short
     return select(
-        "top_k_select", implementation, refused, only_named=_ONLY_NAMED, config=config
+        "top_k_select", implementation, refused, only_named=only_named, config=config
     )
 
 

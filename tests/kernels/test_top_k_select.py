@@ -149,11 +149,15 @@ def test_what_the_kernel_cannot_do_is_said(shape, message):
         api.choose(scores, 5, implementation="mosaic")
 
 
-def test_none_keeps_xla_until_a_row_was_measured():
+def test_none_takes_the_kernel_where_rows_were_measured():
     with hw.assume():
-        choice = api.choose(jax.ShapeDtypeStruct((2, 300), jnp.float32), 5)
-    assert choice.implementation == "xla"
-    assert "no measured row" in choice.refused["mosaic"]
+        short, long = (
+            api.choose(jax.ShapeDtypeStruct((2, n), jnp.float32), 5)
+            for n in (4095, 4096)
+        )
+    assert short.implementation == "xla"
+    assert "far from any measured one" in short.refused["mosaic"]
+    assert long.implementation == "mosaic"
 
 
 @pytest.mark.gpu
