@@ -331,5 +331,5 @@ def main(argv: list[str]) -> int:
         rows.append({**row, **about})
         print(_line(row), flush=True)
         # After each: a run that is cut short leaves what it measured.
-        results.write(options.json, rows)
+        results.update(options.json, rows)
     return 1 if any(row["note"].startswith("no speed") for row in rows) else 0

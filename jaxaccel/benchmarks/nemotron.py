@@ -17,7 +17,6 @@ rows of the file stay in it.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -140,10 +139,6 @@ def _rows(
         )
 
 
-def _same_place(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return all(a[key] == b[key] for key in ("op", "workload", "implementation"))
-
-
 def main(argv: list[str]) -> int:
     """The command line; exit status 1 if something that was measured has no speed.
 
@@ -166,14 +161,9 @@ def main(argv: list[str]) -> int:
         if not names:
             raise ValueError(f"bench nemotron: --{option} names none")
     about, failed = stamp(options.commit), False
-    rows: list[dict[str, Any]] = []
-    if options.json.is_file():
-        rows = json.loads(options.json.read_text())["rows"]
-    for row in _rows(options, rows):
-        row = {**row, **about}
+    for row in _rows(options, results.read(options.json)):
         failed = failed or row["note"].startswith("no speed")
-        rows = [old for old in rows if not _same_place(old, row)] + [row]
-        print({k: v for k, v in row.items() if k not in about}, flush=True)
+        print(row, flush=True)
         # After each: a run that is cut short leaves what it measured.
-        results.write(options.json, rows)
+        results.update(options.json, [{**row, **about}])
     return 1 if failed else 0

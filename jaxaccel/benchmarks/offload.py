@@ -8,6 +8,7 @@ All modes run in one process, in turns, from the same weights. A mode is one of
 `core.offload.MODES`; "MODE+graphs" compiles it with XLA's own flags, whose command
 buffers (CUDA graphs) put copies in line with kernels, and "MODE+double" with
 double-buffered loops. No speed is written for a mode whose gradients are not remat's.
+Rows of an earlier call stay in the file unless this one measures them again.
 """
 
 from __future__ import annotations
@@ -227,5 +228,5 @@ def main(argv: list[str]) -> int:
             print(row, flush=True)
         # After each workload: a later one may not fit.
         rows += [{**row, **about} for row in found]
-        results.write(options.json, rows)
+        results.update(options.json, rows)
     return 1 if any("differ" in row["note"] for row in rows) else 0

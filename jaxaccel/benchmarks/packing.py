@@ -14,7 +14,7 @@ train     Tokens a second of the training step, padding not counted: packed rows
           rows of one document each. Both run the same compiled step, in turns.
 
 No speed is written for a forward pass that gives something else, or for a loss that is
-not finite.
+not finite. Rows of an earlier call stay in the file unless this one measures them again.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ def main(argv: list[str]) -> int:
                 print(row, flush=True)
             # After each part: a later one may fail.
             rows += [{**row, **about} for row in some]
-            results.write(options.json, rows)
+            results.update(options.json, rows)
     except KernelMissing as error:
         print(f"the training step is not measured: {error}")
         return 1
