@@ -117,6 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="parts of names of workloads")
     parser.add_argument("--share", default="0/1", help="I/N: every N-th workload")
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="keep the file's rows of workloads that this call does not measure",
+    )
     parser.add_argument("--render", action="store_true", help="rewrite README tables")
     options = parser.parse_args(argv)
     if options.render:
@@ -126,7 +131,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("OP and --json FILE are needed to measure")
     names = options.implementations
 
+    kept: list[dict[str, Any]] = []
+    if options.append and options.json.is_file():
+        kept = json.loads(options.json.read_text())["rows"]
+
     def save(results: dict[str, Any]) -> None:
+        measured = {row["workload"] for row in results["rows"]}
+        others = [row for row in kept if row["workload"] not in measured]
+        results = {**results, "rows": others + results["rows"]}
         # A reader never sees half a file.
         options.json.parent.mkdir(parents=True, exist_ok=True)
         part = options.json.with_suffix(".part")

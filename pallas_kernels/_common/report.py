@@ -25,6 +25,9 @@ def table(results: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
+        notes = [row["note"]]
+        if row.get("commit", limits["commit"]) != limits["commit"]:
+            notes.append(f"commit {row['commit'][:7]}, {row['date']}")
         cells = (
             row["workload"],
             row["implementation"],
@@ -36,7 +39,7 @@ def table(results: Mapping[str, Any]) -> str:
             row["peer_ms"],
             row["ratio"],
             row["picked"],
-            row["note"],
+            "; ".join(filter(None, notes)),
         )
         lines.append(
             "| " + " | ".join("" if c is None else str(c) for c in cells) + " |"

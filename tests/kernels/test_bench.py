@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import pathlib
 import threading
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels._common import (
     bench,
     bench_command,
@@ -216,6 +218,32 @@ def test_the_command_writes_rows_and_fails_on_a_wrong_one(tmp_path, monkeypatch)
     assert report.rendered(text, written) == text
 
 
+def test_workloads_can_be_measured_in_several_calls(tmp_path, monkeypatch):
+    from pallas_kernels.rms_norm import specs
+
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(bench, "ceilings", lambda: LIMITS)
+    first, second = (dataclasses.replace(case(), workload=f"add {i}") for i in (1, 2))
+    arguments = ["rms_norm", f"--json={file}", "--implementations=xla"]
+    for cases, more in (
+        ([first, second], ["--commit=aaaaaaaaa"]),
+        ([second], ["--commit=bbbbbbbbb", "--append"]),
+    ):
+        monkeypatch.setattr(specs, "bench_cases", lambda tag, cases=cases: iter(cases))
+        assert bench_command.main([*arguments, *more]) == 0
+    written = json.loads(file.read_text())
+    commits = {row["workload"]: row["commit"] for row in written["rows"]}
+    assert commits == {"add 1": "aaaaaaaaa", "add 2": "bbbbbbbbb"}
+    # The table's heading is of the last call; a row of another one says so.
+    heading, *_, older, newer = report.table(written).splitlines()
+    assert "commit bbbbbbbbb" in heading
+    assert "add 1" in older
+    assert "commit aaaaaaa," in older
+    assert "commit" not in newer
+    assert bench_command.main(arguments) == 0
+    assert [r["workload"] for r in json.loads(file.read_text())["rows"]] == ["add 2"]
+
+
 def test_jobs_share_the_workloads_and_their_rows_come_in_order(tmp_path, monkeypatch):
     from pallas_kernels.rms_norm import specs
 
@@ -377,3 +405,14 @@ def test_who_measures_is_not_overtaken_by_those_who_share(monkeypatch, tmp_path)
     for thread in threads:
         thread.join()
     assert order == ["beside", "alone", "later"]
+
+
+@pytest.mark.parametrize("op", pallas_kernels._OPS)
+def test_a_reference_takes_what_an_op_is_measured_on(op):
+    """In shapes alone: every kind of argument that its cases have."""
+    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
+    workload = next(iter(specs.bench_cases("ci")))
+    args = jax.eval_shape(workload.arguments, jax.random.key(0))
+    results = jax.eval_shape(workload.reference, *jax.eval_shape(bench._exact, args))
+    assert jax.tree.leaves(results)
+    assert workload.picked()
