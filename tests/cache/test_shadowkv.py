@@ -34,6 +34,8 @@ POLICY = ShadowKVCacheConfig(
     slots=3,
 )
 LENGTHS, COUNT = [40, 0, 23], 30
+# Of the longest prompt: with the same width and count, tests share their programs.
+WIDTH = 41
 PLAIN = dataclasses.replace(lt.SPEC, rotate=None)
 
 
@@ -68,7 +70,15 @@ def text():
 
 @pytest.fixture(scope="module")
 def result(text):
-    return lt.run(POLICY, text, LENGTHS, COUNT)
+    return lt.run(POLICY, text, LENGTHS, COUNT, width=WIDTH)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A text of keys of full rank, and what dense attention reads of it."""
+    text, lengths = lt.draw(length=72), [40, 9, 24]
+    _, dense, _ = lt.run(DenseCacheConfig(), text, lengths, COUNT, width=WIDTH)
+    return text, lengths, dense
 
 
 def test_it_reads_what_the_definition_says(text, result):
@@ -83,13 +93,13 @@ def test_it_reads_what_the_definition_says(text, result):
 
 @pytest.mark.parametrize("lengths", [[9, 10, 11], [12, 13, 16], [1, 41, 39]])
 def test_it_does_so_around_the_borders_of_chunks_and_window(text, lengths):
-    _, o, _ = lt.run(POLICY, text, lengths, COUNT, width=41)
+    _, o, _ = lt.run(POLICY, text, lengths, COUNT, width=WIDTH)
     expected = lt.expected(text, lengths, COUNT, keep(POLICY, lengths))
     np.testing.assert_allclose(o, expected, atol=3e-5)
 
 
 def test_what_was_never_written_is_never_read(text, result):
-    _, o, _ = lt.run(POLICY, text, LENGTHS, COUNT, poison=True)
+    _, o, _ = lt.run(POLICY, text, LENGTHS, COUNT, width=WIDTH, poison=True)
     np.testing.assert_array_equal(o, result[1])
 
 
@@ -99,10 +109,11 @@ def test_a_row_that_was_reset_is_a_new_one(text, result):
     arrays, ones = tuple(text.__dict__.values()), jnp.ones((3,), bool)
     # As long as there are numbers left for chunks.
     count = (cleared.first.shape[1] - int(cleared.next_chunk)) * 4
-    o, after = lt.steps(POLICY, lt.SPEC, count, arrays, cleared.length, cleared, ones)
-    _, fresh, _ = lt.run(POLICY, text, [0, 53, 0], COUNT)
-    np.testing.assert_array_equal(after.length, [count, 30 + count, count])
-    np.testing.assert_allclose(o[:, ::2], fresh[:count, ::2], atol=2e-5)
+    assert 0 < count < COUNT
+    o, after = lt.steps(POLICY, lt.SPEC, COUNT, arrays, cleared.length, cleared, ones)
+    _, fresh, _ = lt.run(POLICY, text, [0, 41, 0], COUNT, width=WIDTH)
+    np.testing.assert_array_equal(after.length, [COUNT, 30 + COUNT, COUNT])
+    np.testing.assert_allclose(o[:count, ::2], fresh[:count, ::2], atol=2e-5)
 
 
 def test_values_on_the_host_are_the_same(text, result):
@@ -117,7 +128,7 @@ def test_values_on_the_host_are_the_same(text, result):
 
     @jax.jit
     def prefill(state, arrays, lengths):
-        where = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32), (3, 40))
+        where = jnp.broadcast_to(jnp.arange(WIDTH, dtype=jnp.int32), (3, WIDTH))
         tokens = lt.take(*arrays, where, where < lengths[:, None])
         return policy.prefill(state, tokens, lt.SPEC)
 
@@ -158,29 +169,29 @@ def test_what_it_counts_is_told_for_each_layer(result):
     np.testing.assert_allclose(first["energy"], 1.0, atol=1e-6)
 
 
-def test_the_whole_budget_at_full_rank_is_dense():
-    text = lt.draw(length=72)
+def test_the_whole_budget_at_full_rank_is_dense(whole):
+    text, lengths, dense = whole
     policy = dataclasses.replace(
         POLICY, budget=72, rank=16, slots=None, num_outliers=3, prefill_budget=None
     )
     fewest = {"num_outliers": 0, "num_sinks": 0, "refresh_every": 3}
     many = {"slots": 18, "generated_outliers": 2, "refresh_every": 7}
     for changes in (many, fewest):
-        _, o, state = lt.run(
-            dataclasses.replace(policy, **changes), text, [40, 9, 24], COUNT
-        )
-        _, dense, _ = lt.run(DenseCacheConfig(), text, [40, 9, 24], COUNT)
+        changed = dataclasses.replace(policy, **changes)
+        _, o, state = lt.run(changed, text, lengths, COUNT, width=WIDTH)
         # The prompt of 9 tokens spans 9 of the 16 dimensions; the rest is added.
         np.testing.assert_allclose(o, dense, atol=1e-5)
         np.testing.assert_allclose(state.energy, 1.0, atol=1e-6)
         np.testing.assert_array_equal(state.rank_used, 16)
 
 
-def test_bfloat16_is_as_near_to_dense_as_its_rounding():
-    text = lt.draw(length=72).astype(jnp.bfloat16)
+def test_bfloat16_is_as_near_to_dense_as_its_rounding(whole):
+    text, lengths, _ = whole
+    text = text.astype(jnp.bfloat16)
     policy = dataclasses.replace(POLICY, budget=72, rank=16, slots=18)
-    _, o, state = lt.run(policy, text, [40, 9, 24], COUNT)
-    _, dense, _ = lt.run(DenseCacheConfig(), text, [40, 9, 24], COUNT)
+    _, o, state = lt.run(policy, text, lengths, COUNT, width=WIDTH)
+    exact = text.astype(jnp.float32)
+    _, dense, _ = lt.run(DenseCacheConfig(), exact, lengths, COUNT, width=WIDTH)
     assert state.a.dtype == state.basis.dtype == state.values.dtype == jnp.bfloat16
     assert state.ring_residual.dtype == jnp.float32
     largest = np.abs(np.asarray(text.v, np.float32)).max()
@@ -191,42 +202,41 @@ def test_bfloat16_is_as_near_to_dense_as_its_rounding():
 
 
 @pytest.mark.parametrize("length", [0, 7, 8])
-def test_what_the_window_holds_is_dense(length):
-    text = lt.draw(length=40)
-    count = 11 - length
-    _, o, _ = lt.run(POLICY, text, [length] * 3, count, room=40, width=16)
-    _, dense, _ = lt.run(
-        DenseCacheConfig(), text, [length] * 3, count, room=40, width=16
-    )
-    assert np.abs(dense).max() > 0
-    np.testing.assert_allclose(o, dense, atol=2e-6)
+def test_what_the_window_holds_is_dense(whole, length):
+    text, lengths = whole[0], [length] * 3
+    _, o, _ = lt.run(POLICY, text, lengths, COUNT, width=WIDTH)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, lengths, COUNT, width=WIDTH)
+    # From 12 tokens on, the oldest are chosen or not.
+    held = slice(0, 11 - length)
+    assert np.abs(dense[held]).max() > 0
+    np.testing.assert_allclose(o[held], dense[held], atol=2e-6)
 
 
 def test_what_was_asked_before_changes_nothing(text):
     """The same tokens, after queries that chose other chunks."""
     rng = np.random.default_rng(3)
     before = rng.normal(size=text.q.shape).astype(np.float32) * 3
-    before[:, -1] = text.q[:, -1]
+    last = WIDTH + COUNT - 1
+    before[:, last] = text.q[:, last]
     other = dataclasses.replace(text, q=before)
-    last = dataclasses.replace(text, q=text.q.copy())
-    _, first, state = lt.run(POLICY, last, [40, 40, 40], 32)
-    _, second, there = lt.run(POLICY, other, [40, 40, 40], 32)
+    _, first, state = lt.run(POLICY, text, [WIDTH] * 3, COUNT)
+    _, second, there = lt.run(POLICY, other, [WIDTH] * 3, COUNT)
     assert (np.asarray(state.slot_chunk) != np.asarray(there.slot_chunk)).any()
     assert (first[:-1] != second[:-1]).any()
     np.testing.assert_array_equal(first[-1], second[-1])
 
 
-def test_a_schedule_keeps_to_its_choice_and_sees_new_tokens(text):
+def test_a_schedule_keeps_to_its_choice_and_sees_new_tokens(text, result):
     every = dataclasses.replace(POLICY, refresh_every=3)
-    _, o, _ = lt.run(every, text, LENGTHS, COUNT)
-    _, plain, _ = lt.run(POLICY, text, LENGTHS, COUNT)
+    _, o, _ = lt.run(every, text, LENGTHS, COUNT, width=WIDTH)
+    plain = result[1]
     # At steps 0, 3, 6, ... the choice is fresh, and is what it would have been.
     np.testing.assert_allclose(o[::3], plain[::3], atol=2e-6)
     assert np.abs(o[1::3] - plain[1::3]).max() > 1e-2
     # The newest token is read at once: its value alone decides a one-sided change.
     moved = dataclasses.replace(text, v=text.v.copy())
     moved.v[:, 41] += 1.0
-    _, changed, _ = lt.run(every, moved, LENGTHS, COUNT)
+    _, changed, _ = lt.run(every, moved, LENGTHS, COUNT, width=WIDTH)
     assert (np.abs(changed[1, 0] - o[1, 0]).max(-1) > 1e-4).all()
 
 
@@ -277,7 +287,7 @@ def test_kernels_that_are_named_choose_the_same_chunks(monkeypatch):
 @pytest.mark.parametrize("slots", [3, 0], ids=["slots", "values"])
 def test_the_op_attends_to_the_same(text, result, slots):
     policy = dataclasses.replace(POLICY, attention="xla", slots=slots or None)
-    _, o, state = lt.run(policy, text, LENGTHS, COUNT)
+    _, o, state = lt.run(policy, text, LENGTHS, COUNT, width=WIDTH)
     assert state.v_slot.shape[2] == slots
     np.testing.assert_allclose(o, result[1], atol=1e-5)
 
@@ -304,18 +314,24 @@ def test_a_kernel_that_cannot_choose_is_refused_before_anything_is_made(field):
         policy.check(lt.SPEC, 72)
 
 
-def test_generated_chunks_that_the_basis_misses_are_kept():
-    text = lt.draw(length=72, rank=6)
+def read_whole(text, places):
+    """What is read where every chunk may be chosen, and what dense attention reads."""
+    # Between two choices, a new outlier is still in the ring, and read once.
+    policy = dataclasses.replace(
+        POLICY, budget=72, slots=18, generated_outliers=places, refresh_every=7
+    )
+    lengths = [40, 40, 40]
+    _, o, state = lt.run(policy, text, lengths, COUNT, width=WIDTH)
+    _, dense, _ = lt.run(DenseCacheConfig(), text, lengths, COUNT, width=WIDTH)
+    return o, dense, state
+
+
+def test_generated_chunks_that_the_basis_misses_are_kept(text):
     strange = text.k.copy()
     strange[0, 41:45] = np.random.default_rng(9).normal(size=strange[0, 41:45].shape)
     text = dataclasses.replace(text, k=strange)
     for places, expected in ((2, True), (0, False)):
-        # Between two choices, a new outlier is still in the ring, and read once.
-        policy = dataclasses.replace(
-            POLICY, budget=72, slots=18, generated_outliers=places, refresh_every=7
-        )
-        _, o, state = lt.run(policy, text, [40, 40, 40], COUNT)
-        _, dense, _ = lt.run(DenseCacheConfig(), text, [40, 40, 40], COUNT)
+        o, dense, state = read_whole(text, places)
         is_exact = np.abs(o - dense)[:, 0].max() < 2e-5
         assert is_exact == expected
         np.testing.assert_allclose(o[:, 1:], dense[:, 1:], atol=2e-5)
@@ -327,10 +343,18 @@ def test_generated_chunks_that_the_basis_misses_are_kept():
 
 
 def test_a_row_of_padding_keeps_its_cache(text):
-    _, _, before = lt.run(POLICY, text, [40, 2, 32], 3)
-    arrays = tuple(text.__dict__.values())
-    real = jnp.asarray([True, False, True])
-    o, after = lt.steps(POLICY, lt.SPEC, 20, arrays, before.length, before, real)
+    arrays, each = tuple(text.__dict__.values()), 3
+
+    def on(state, real, calls):
+        outputs = []
+        for _ in range(calls):
+            now = state, jnp.asarray(real)
+            o, state = lt.steps(POLICY, lt.SPEC, each, arrays, state.length, *now)
+            outputs.append(np.asarray(o))
+        return np.concatenate(outputs), state
+
+    _, _, before = lt.run(POLICY, text, [40, 2, 32], each, width=WIDTH)
+    o, after = on(before, [True, False, True], 7)
     assert not np.isnan(o).any()
     assert before.rank_used[1] == 5  # of 6
     names = ("length", "start", "slot_chunk", "slot_age", "ring_k", "out_k", "hits")
@@ -339,23 +363,21 @@ def test_a_row_of_padding_keeps_its_cache(text):
             np.asarray(after[name])[1], np.asarray(before[name])[1], err_msg=name
         )
     # It goes on as if it had never waited, in chunks of other numbers.
-    ones = jnp.ones((3,), bool)
-    alone, _ = lt.steps(POLICY, lt.SPEC, 20, arrays, after.length, after, ones)
-    _, straight, _ = lt.run(POLICY, text, [40, 2, 32], 20)
-    np.testing.assert_allclose(alone[:8, 1], np.asarray(straight)[3:11, 1], atol=2e-5)
+    (alone, _), (straight, _) = (on(state, [True] * 3, 3) for state in (after, before))
+    np.testing.assert_allclose(alone[:8, 1], straight[:8, 1], atol=2e-5)
 
 
-def test_two_thousand_steps_are_one_program(text):
+def test_a_thousand_steps_are_one_program():
     """What was generated long ago is chosen among; nothing compiles anew."""
-    calls, each, lengths = 4, 512, [30, 3]
+    calls, each, lengths = 2, 512, [30, 3]
     text = lt.draw(rows=2, length=lengths[0] + calls * each, rank=6)
-    _, _, state = lt.run(POLICY, text, lengths, 0)
+    _, _, state = lt.run(POLICY, text, lengths, each)
     arrays, real = tuple(text.__dict__.values()), jnp.ones((2,), bool)
     programs = lt.steps._cache_size()
-    for _ in range(calls):
+    for _ in range(1, calls):
         length = state.length
         o, state = lt.steps(POLICY, lt.SPEC, each, arrays, length, state, real)
-    assert lt.steps._cache_size() == programs + 1
+    assert lt.steps._cache_size() == programs
     for b, length in enumerate(lengths):
         n = length + calls * each
         q, k, v = text.row(b, n)
@@ -410,7 +432,7 @@ def test_beyond_its_capacity_it_forgets_and_breaks_nothing(text):
     assert int(state.next_chunk) == 12
     assert np.asarray(state.excluded)[:, :, -1].all()
     # What fits is read as by a cache with room.
-    _, roomy, _ = lt.run(POLICY, text, lengths, COUNT, width=40)
+    _, roomy, _ = lt.run(POLICY, text, lengths, COUNT, width=WIDTH)
     np.testing.assert_allclose(o[:11], roomy[:11], atol=2e-5)
 
 
@@ -441,12 +463,9 @@ def test_energy_and_basis_are_those_of_the_singular_values():
         np.testing.assert_allclose(found[0].T @ found[0], np.eye(rank), atol=1e-5)
 
 
-def test_keys_are_compressed_before_the_rotation():
+def test_keys_are_compressed_before_the_rotation(text):
     """Keys of rank 6 are not of rank 6 once each token is turned by its own angle."""
-    text = lt.draw(length=72, rank=6)
-    policy = dataclasses.replace(POLICY, budget=72, slots=18)
-    _, o, _ = lt.run(policy, text, [40] * 3, COUNT)
-    _, dense, _ = lt.run(DenseCacheConfig(), text, [40] * 3, COUNT)
+    o, dense, _ = read_whole(text, places=0)
     np.testing.assert_allclose(o, dense, atol=2e-5)
     turned = lt.rotated(text.k[0], np.arange(72)).reshape(72, -1)
     assert np.linalg.matrix_rank(turned, tol=1e-3) > 6
