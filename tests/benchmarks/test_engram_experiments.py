@@ -251,7 +251,7 @@ def test_measuring_goes_through_the_models_in_turn(
 def test_pieces_of_text_are_in_their_split():
     task = experiments.Text.read(text_task())
     arrays = task.arrays()
-    rows, _ = task.rows(arrays, jax.random.key(0), 4)
+    rows, _ = jax.jit(task.rows, static_argnums=2)(arrays, jax.random.key(0), 4)
     train = task.splits["train"].tolist()
     for tokens, targets in zip(
         rows.tokens.tolist(), rows.targets.tolist(), strict=True
@@ -262,7 +262,7 @@ def test_pieces_of_text_are_in_their_split():
             for i in range(len(train))
             if train[i] == tokens[0]
         )
-    held, _ = task.heldout(arrays, jnp.int32(1), 2)
+    held, _ = jax.jit(task.heldout, static_argnums=2)(arrays, jnp.int32(1), 2)
     want = task.splits["heldout"][16:32].reshape(2, 8)
     np.testing.assert_array_equal(held.tokens, want)
     # A byte is one; the end of a document is none.
@@ -274,20 +274,25 @@ def test_a_split_that_is_too_short_is_named():
         experiments.Text.read(text_task(seq_len=100_000))
 
 
-def run_of(built, tokens):
-    return np.asarray(jax.jit(lambda tokens: built(tokens).logits)(tokens))
+def made(config):
+    """A model's graph and its arrays, which one program draws."""
+    build, key = experiments.builder(config, None), jax.random.key(0)
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: build(key)))
+    return graphdef, jax.jit(lambda key: nnx.state(build(key)))(key)
 
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_streams_have_a_memory_with_their_own_keys_or_one(streams):
     own = StreamsConfig(model=model(), streams=4, engram=engram(streams=streams))
-    built = experiments.builder(own, None)(jax.random.key(0))
-    tokens = jnp.asarray(np.arange(10).reshape(2, 5), jnp.int32)
-    got = run_of(built, tokens)
-    assert built.memory.layers[0].query_norm.scale.shape == (streams, 16)
-    engram_layer = built.memory.layers[0]
-    engram_layer.kv_proj.kernel[...] = jnp.zeros_like(engram_layer.kv_proj.kernel[...])
-    assert np.abs(run_of(built, tokens) - got).max() > 1e-4
+    graphdef, arrays = made(own)
+    tokens = np.arange(10, dtype=np.int32).reshape(2, 5)
+    run = jax.jit(lambda arrays: nnx.merge(graphdef, arrays)(tokens).logits)
+    got = run(arrays)
+    layer = nnx.merge(graphdef, arrays).memory.layers[0]
+    assert layer.query_norm.scale.shape == (streams, 16)
+    kernel = arrays["memory"]["layers"][0]["kv_proj"]["kernel"]
+    kernel[...] = jnp.zeros_like(kernel[...])
+    assert np.abs(run(arrays) - got).max() > 1e-4
 
 
 def test_streams_go_through_a_training_step_with_a_table():
@@ -308,9 +313,10 @@ def test_streams_go_through_a_training_step_with_a_table():
 def test_what_begins_at_zero_stays_there():
     zeroed = ("query_norm/scale", "memory/layers/0/key_norm/scale", "conv_norm/scale")
     ablated = AblatedConfig(model=config().models["memory"], zeroed=zeroed)
-    built: Any = experiments.builder(ablated, None)(jax.random.key(0))
+    graphdef, arrays = made(ablated)
+    built: Any = nnx.merge(graphdef, arrays)
     graphdef, params, rest = nnx.split(built, nnx.Param, ...)
-    tokens = jnp.asarray(np.arange(8).reshape(2, 4), jnp.int32)
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
 
     @jax.jit
     @jax.grad
@@ -325,7 +331,7 @@ def test_what_begins_at_zero_stays_there():
     assert np.asarray(memory["kv_proj"]["kernel"][...]).any()
     # A gate of one half.
     ids = jnp.zeros((1, 3, 2), jnp.int32)
-    gates = built.memory.layers[0].gates(jnp.ones((1, 3, 16)), ids)
+    gates = jax.jit(built.memory.layers[0].gates)(jnp.ones((1, 3, 16)), ids)
     np.testing.assert_array_equal(gates, np.full((1, 3, 1), 0.5, np.float32))
 
 

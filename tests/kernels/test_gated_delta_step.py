@@ -134,10 +134,13 @@ def test_gradients_are_the_recurrences():
         results = step(PLAIN, args, implementation)
         return sum(jnp.sum(w * r) for w, r in zip(weights, results, strict=True))
 
-    got, want = (
-        jax.jit(jax.grad(functools.partial(loss, name)))(args)
-        for name in ("xla", "reference")
-    )
+    @jax.jit
+    def both(args):
+        return [
+            jax.grad(functools.partial(loss, x))(args) for x in ("xla", "reference")
+        ]
+
+    got, want = both(args)
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_close(a, b, rel=2e-5, name=f"gradient {index}")
 
@@ -228,20 +231,25 @@ def compiled_steps(spec, implementation):
 def test_four_steps_are_the_chunked_form():
     spec = CI["ci_rep1"]
     args = arguments(spec, 6)
-    tokens = qkv, a, b, z = tokens_of(spec, 7, 4)
+    tokens = tokens_of(spec, 7, 4)
     got, visited = steps(spec, args, tokens, "xla")
-    conv, state, weight, A_log, dt_bias, scale = args[4:10]
-    x, window = causal_conv1d(qkv, weight, initial_state=conv, activation="silu")
-    heads = (3, 4, 2, spec.key_dim)
-    q, k = (x[..., i * 32 : (i + 1) * 32].reshape(heads) for i in (0, 1))
-    q, k = (u / jnp.sqrt(jnp.sum(u * u, -1, keepdims=True) + 1e-6) for u in (q, k))
-    v = x[..., 64:].reshape(3, 4, 2, spec.value_dim)
-    g = -jnp.exp(A_log)[None, None] * jax.nn.softplus(a + dt_bias[None, None])
-    o, state = gated_delta_rule(
-        q, k, v, g, jax.nn.sigmoid(b), initial_state=state, implementation="xla"
-    )
-    want = rms_norm(o, scale, gate=z.reshape(o.shape)).reshape(z.shape)
-    assert_results((got, *(x[-1] for x in visited)), (want, window, state), rel=2e-5)
+
+    @jax.jit
+    def chunked(qkv, a, b, z, conv, state, weight, A_log, dt_bias, scale):
+        x, window = causal_conv1d(qkv, weight, initial_state=conv, activation="silu")
+        heads = (3, 4, 2, spec.key_dim)
+        q, k = (x[..., i * 32 : (i + 1) * 32].reshape(heads) for i in (0, 1))
+        q, k = (u / jnp.sqrt(jnp.sum(u * u, -1, keepdims=True) + 1e-6) for u in (q, k))
+        v = x[..., 64:].reshape(3, 4, 2, spec.value_dim)
+        g = -jnp.exp(A_log)[None, None] * jax.nn.softplus(a + dt_bias[None, None])
+        o, state = gated_delta_rule(
+            q, k, v, g, jax.nn.sigmoid(b), initial_state=state, implementation="xla"
+        )
+        y = rms_norm(o, scale, gate=z.reshape(o.shape)).reshape(z.shape)
+        return y, window, state
+
+    want = chunked(*tokens, *args[4:10])
+    assert_results((got, *(x[-1] for x in visited)), want, rel=2e-5)
 
 
 def verified(spec, args, tokens, implementation, accepted, slots=None, **first):
@@ -324,10 +332,12 @@ def test_a_verified_document_may_begin(implementation):
 def test_a_strong_decay_hides_no_weak_one():
     args = list(arguments(PLAIN, 15))
     args[7] = jnp.zeros_like(args[7])
-    tokens = list(tokens_of(PLAIN, 16, 4))
+    tokens = list(tokens_of(PLAIN, 16, 3))
     tokens[1] = tokens[1].at[:, 1].set(1e4)  # forgets everything once
     want, visited = steps(PLAIN, args, tokens, "reference")
-    got = verified(PLAIN, args, tokens, "xla", jnp.array([4, 4, 4], jnp.int32))
+    none = {"is_first": jnp.zeros(3, bool)}
+    accepted = jnp.array([3, 3, 3], jnp.int32)
+    got = verified(PLAIN, args, tokens, "xla", accepted, **none)
     assert_results(got, (want, *(x[-1] for x in visited)), rel=2e-5)
 
 

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_products import PRODUCTS, arguments, borders, by_hand, card, cut, lowered
+from grouped_products import (
+    PRODUCTS,
+    arguments,
+    borders,
+    by_hand,
+    card,
+    lowered,
+    single,
+)
 
 from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
@@ -81,7 +89,13 @@ def test_every_expert_in_wide_tiles(what, tile, spec):
     x, w, sizes, dy = arguments(spec)
     want = by_hand(x, w, sizes, dy)[PRODUCTS.index(what)]
     x[sum(sizes) :] = dy[sum(sizes) :] = np.nan
-    got = cut(what, tile, tile.cluster, (x, w, sizes, dy))
+
+    @jax.jit
+    def product(*args):
+        return single(what, tile, args, jnp.bfloat16)
+
+    with hw.assume(card(tile.cluster)), interpreted():
+        got = np.asarray(product(x, w, sizes, dy))
     if what == "dw":
         for expert in range(len(sizes)):
             assert_close(got[expert], want[expert], name=f"dw of {expert}")
@@ -105,21 +119,35 @@ def test_fused_products_in_wide_tiles():
         return jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16)
 
     x, w_in, w_out, dy = draw(74, 64), draw(3, 64, 256), draw(3, 128, 64), draw(74, 64)
-    exact = [a.astype(jnp.float32) for a in (x, w_in, dy, w_out)]
-    kind = {"activation": "swiglu", "implementation": "xla"}
-    want = activated_product(*exact[:2], sizes, **kind)
-    saved = want[1].astype(jnp.bfloat16)
+    narrow = Tile(block_m=192, block_n=64, stages=2, computing=3, cluster=2)
+
+    @jax.jit
+    def exact(*args):
+        x, w_in, dy, w_out = (a.astype(jnp.float32) for a in args)
+        kind = {"activation": "swiglu", "implementation": "xla"}
+        a, z = activated_product(x, w_in, sizes, **kind)
+        saved = z.astype(jnp.bfloat16)
+        rounded = saved.astype(jnp.float32)
+        back = activation_gradient(dy, w_out, sizes, rounded, **kind)
+        return (a, z), saved, back.dz
+
+    @jax.jit
+    def forward(x, w_in, sizes):
+        return mosaic_fused.activated_product(x, w_in, None, sizes, SHARED, "swiglu")
+
+    @jax.jit
+    def backward(dy, w_out, sizes, saved):
+        args = (dy, w_out, sizes, saved, None, narrow, "swiglu")
+        return mosaic_fused.activation_gradient(*args, emits=False)
+
+    want, saved, want_dz = exact(x, w_in, dy, w_out)
     with hw.assume(card(2)), interpreted():
-        got = mosaic_fused.activated_product(x, w_in, None, sizes, SHARED, "swiglu")
+        got = forward(x, w_in, sizes)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b)
-    narrow = Tile(block_m=192, block_n=64, stages=2, computing=3, cluster=2)
     with hw.assume(card(2)), interpreted():
-        got = mosaic_fused.activation_gradient(
-            dy, w_out, sizes, saved, None, narrow, "swiglu", emits=False
-        )
-    want = activation_gradient(*exact[2:], sizes, saved.astype(jnp.float32), **kind).dz
-    assert_close(got["dz"][:71], want[:71])
+        got = backward(dy, w_out, sizes, saved)
+    assert_close(got["dz"][:71], want_dz[:71])
 
 
 CLUSTERED = {t.split: t for t in WIDE if t.cluster > 1}.values()
