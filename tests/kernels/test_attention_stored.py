@@ -206,16 +206,19 @@ def test_limits_are_named():
     ):
         with pytest.raises(ValueError, match=text):
             Config(**change)
-    q, k, v, *_ = arguments(64, 1, 1)
+
+    def traced(dim, config, implementation):
+        like = jax.ShapeDtypeStruct((1, 64, 1, dim), jnp.bfloat16)
+        op = functools.partial(attention, config=config, implementation=implementation)
+        return jax.eval_shape(op, like, like, like)
+
     for name in ("xla", "reference"):
         with pytest.raises(ValueError, match='is for "mosaic"'):
-            attention(q, k, v, config=stored(64), implementation=name)
+            traced(64, stored(64), name)
     with pytest.raises(NotImplementedError, match="Hopper"):
-        attention(q, k, v, config=stored(64), implementation="mosaic")
-    q, k, v, *_ = arguments(64, 1, 1, 256)
-    large = {"config": stored(256, block_kv=128), "implementation": "mosaic"}
+        traced(64, stored(64), "mosaic")
     with hw.assume(), pytest.raises(ValueError, match="128 queries and 128 keys"):
-        attention(q, k, v, **large)
+        traced(256, stored(256, block_kv=128), "mosaic")
     plan, bounds = sizes(128, stored(128, scores_slots=9))
     parts = kernel_bwd_stored.parts_of(plan, bounds)
     inputs = {"k": jax.ShapeDtypeStruct((1, 384, 2, 128), jnp.bfloat16)}
