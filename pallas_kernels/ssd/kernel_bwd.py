@@ -84,7 +84,7 @@ def _bwd_kernel(
                 )
 
         def end(head, state):
-            d_entries_ref.at[place.item(head)][...] = state
+            place.write_end(d_entries_ref, head, state, 0)
 
         run_block(
             shapes,
@@ -137,13 +137,14 @@ def chunk_bwd(
       shapes: sizes of the call.
       sources: b, c [B T, G, N], x, dy [B T, H, V], and gates as `prepare` gives them.
       skip: f32[H], d.
-      entries: f32[B H, V, N], states that enter the rows.
-      d_exits: f32[B H, V, N], gradients of those that leave them.
+      entries: f32[B S H, V, N], states that enter the segments.
+      d_exits: f32[B S H, V, N], gradients of those that leave them.
 
     Returns:
       What the other gradients need, [B H, T / 128, V, N] of x's dtype each: "states",
       that at the entry of each span of two chunks, and "d_states", the gradient of that
-      at its exit; dx [B T, H, V]; and the gradient of the entries f32[B H, V, N].
+      at its exit; dx [B T, H, V]; and f32[B H, V, N], the gradient of the states that
+      enter the caller's rows.
     """
     names = ("b", "c", "x", "dy", "gates")
     states = jax.ShapeDtypeStruct(
@@ -160,7 +161,9 @@ def chunk_bwd(
         out_type=(
             jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),
             states,
-            jax.ShapeDtypeStruct(entries.shape, jnp.float32),
+            jax.ShapeDtypeStruct(
+                (shapes.items // shapes.segments, *STATE_SHAPE), jnp.float32
+            ),
             states,
         ),
         scratch={

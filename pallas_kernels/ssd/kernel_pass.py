@@ -125,6 +125,16 @@ class Place:
     def item(self, index: Any) -> jax.Array:
         return self.row * self.shapes.heads + self.head(index)
 
+    def write_end(self, ref: Any, index: Any, state: jax.Array, segment: int) -> None:
+        """Writes a head's state to f32[B H, V, N], if the row is this segment of its
+        caller's row."""
+        count = jnp.int32(self.shapes.segments)
+        row, own = lax.div(self.row, count), lax.rem(self.row, count)
+
+        @pl.when(own == segment)
+        def _():
+            ref.at[row * self.shapes.heads + self.head(index)][...] = state
+
     def factors(self, index: Any) -> jax.Array:
         """Where a head is in the table of factors."""
         return self.row * self.shapes.padded_heads + self.head(index)
@@ -376,7 +386,7 @@ def _fwd_kernel(
         store_output(staging.at[head], to, out, shapes.dtype)
 
     def end(head, state):
-        last_ref.at[place.item(head)][...] = state
+        place.write_end(last_ref, head, state, shapes.segments - 1)
 
     run_block(
         shapes,
@@ -408,10 +418,10 @@ def chunk_fwd(
       config: launch parameters.
       sources: b, c [B T, G, N], x [B T, H, V], and gates as `prepare` gives them.
       skip: f32[H], d.
-      initial_state: f32[B H, V, N].
+      initial_state: f32[B S H, V, N], of each segment.
 
     Returns:
-      y [B T, H, V] of x's dtype, final state f32[B H, V, N].
+      y [B T, H, V] of x's dtype, final state f32[B H, V, N] of the caller's rows.
     """
     sources = FORWARD.sources(sources, output=True)
     return launch(
@@ -422,7 +432,9 @@ def chunk_fwd(
         blocks=shapes.pairs,
         out_type=(
             jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),
-            jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
+            jax.ShapeDtypeStruct(
+                (shapes.items // shapes.segments, *STATE_SHAPE), jnp.float32
+            ),
         ),
         scratch={
             "ring": ring_scratch(shapes, sources, config.stages, output=True),

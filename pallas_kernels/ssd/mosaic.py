@@ -51,12 +51,6 @@ def _merge(shapes: Shapes, states: list[jax.Array]) -> jax.Array:
     return _flat(_flat(jnp.stack(by_row, axis=1)))
 
 
-def _segment_of(shapes: Shapes, x: jax.Array, index: int) -> jax.Array:
-    """One segment of [B S H, V, N], as [B H, V, N]."""
-    x = x.reshape(-1, shapes.segments, shapes.heads, *x.shape[1:])
-    return _flat(x[:, index])
-
-
 def _entries(
     shapes: Shapes, sources: dict[str, jax.Array], state: jax.Array
 ) -> jax.Array:
@@ -103,7 +97,6 @@ def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, st
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
     entries = _entries(shapes, sources, _flat(state))
     y, last = chunk_fwd(shapes, config, sources, d, entries)
-    last = _segment_of(shapes, last, -1)
     saved = (x, g, b, c, d, gates, entries)
     return (y.reshape(x.shape), last.reshape(state.shape)), saved
 
@@ -128,7 +121,7 @@ def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
         grads["dc"].reshape(c.shape),
         dd,
         None,
-        _segment_of(shapes, d_entries, 0).reshape(d_last.shape),
+        d_entries.reshape(d_last.shape),
     )
 
 
