@@ -131,17 +131,16 @@ def test_a_page_that_is_none_holds_no_token(implementation):
 def test_it_is_attention_at_the_last_positions():
     spec = dataclasses.replace(SMALL, window=4, sinks=True, lengths=(3, 12, 7))
     args = arguments(spec, 2)
-    args = tuple(jnp.nan_to_num(x) for x in args)
+    args = tuple(np.nan_to_num(np.asarray(x)) for x in args)
     q, k, v, held, _, sinks = args
-    slots = jnp.broadcast_to(jnp.arange(spec.length)[None], (spec.batch, spec.length))
-    new = held[:, None] - spec.time + jnp.arange(spec.time)[None]
-    want = attention(
+    slots = np.broadcast_to(np.arange(spec.length)[None], (spec.batch, spec.length))
+    whole = functools.partial(
+        attention, window=spec.window, sinks=sinks, implementation="reference"
+    )
+    want = jax.jit(whole)(
         *(q, k, v),
-        q_positions=new,
-        kv_positions=jnp.where(slots < held[:, None], slots, -1),
-        window=spec.window,
-        sinks=sinks,
-        implementation="reference",
+        q_positions=held[:, None] - spec.time + np.arange(spec.time)[None],
+        kv_positions=np.where(slots < held[:, None], slots, -1),
     )
     assert_close(result(spec, args, "xla")[0], want)
 
@@ -160,11 +159,15 @@ def test_parts_of_a_cache_join_to_the_whole():
     assert_results((o, total), whole)
 
 
+# Steps of several pages and one place for queries, which all items use.
+TILINGS = {"ci_kernel_pages": Config(unit=256, step_kv=128, slots=2, q_places=1)}
+
+
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_the_kernel_is_the_reference(spec):
     """On one SM: items in turn, rings that go round, NaN wherever no token is."""
     args = arguments(spec, 4, holes=(1,) if spec.page else ())
-    tiling = Config(unit=128, slots=2)
+    tiling = TILINGS.get(spec.name, Config(unit=128, slots=2))
     # Lengths and layers out of bounds are cut to them.
     held = jnp.where(args[3] == 0, -5, args[3])
     held = jnp.where(held == spec.length, 999, held)
@@ -178,23 +181,11 @@ def test_the_kernel_is_the_reference(spec):
     assert not np.asarray(got[0])[empty].any()
 
 
-@pytest.mark.parametrize(
-    "tiling, page",
-    [
-        (Config(unit=256, step_kv=128, slots=2, q_places=1), 64),
-        (Config(unit=64, warpgroups=1, slots=3), 128),
-    ],
-    ids=str,
-)
-def test_other_tilings_are_the_reference(tiling, page):
-    spec = dataclasses.replace(
-        CI["ci_kernel_pages"],
-        page=page,
-        batch=1,
-        kv_heads=1,
-        lengths=(250,),
-        length=256,
-    )
+def test_pages_of_several_steps_are_the_reference():
+    """By one warpgroup, in units of half of a page."""
+    tiling = Config(unit=64, warpgroups=1, slots=3)
+    pages = {"page": 128, "length": 256, "lengths": (250,)}
+    spec = dataclasses.replace(CI["ci_kernel_pages"], batch=1, kv_heads=1, **pages)
     args = arguments(spec, 5)
     with hw.assume(dataclasses.replace(hw.H200, sms=2)), interpreted():
         got = result(spec, args, "mosaic", config=tiling)
@@ -205,7 +196,10 @@ def test_other_tilings_are_the_reference(tiling, page):
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_a_layer_that_is_none_is_the_nearest(implementation, page):
     spec = dataclasses.replace(SMALL, layers=3, page=page)
-    q, k, v, held, table, _ = jax.jit(spec.arguments)(jax.random.key(3))
+    q, k, v, held, table, _ = arguments(spec, 3)
+    # Of all layers, not of the last alone.
+    draw = np.random.default_rng(3)
+    k, v = (draw.normal(size=x.shape).astype(np.float32) for x in (k, v))
     op = functools.partial(decode_attention, implementation=implementation)
     op = functools.partial(op, q, k, v, held, table=table if page else None)
     run = jax.jit(lambda layer: op(layer=layer)[0])
@@ -275,14 +269,13 @@ def test_more_parts_than_are_joined_at_a_time():
     assert_close(log[2:], sinks.astype(np.float32))
 
 
-# A width, a page, a kind of mask and of cache each.
+# A width, a page, a kind of mask and of cache each: those of the model that differ from
+# each other, pages in one of several layers, and what the model has not.
 LOWERED = [
-    *KERNELS,
-    *(
-        spec
-        for spec in specs.specs("model")
-        if spec.dim != 128 or spec.time > 1 or spec.page == 16
-    ),
+    *(x for x in specs.specs("model") if x.dim != 128 or x.layers),
+    *(dataclasses.replace(x, layers=2) for x in specs.specs("model") if x.page == 16),
+    CI["ci_kernel_tokens"],
+    CI["ci_kernel_group_3"],
 ]
 
 

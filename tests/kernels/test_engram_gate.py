@@ -77,7 +77,11 @@ def assert_results(spec, got):
         assert_close(a, b, rel=rel, name=f"{spec.name} {name}")
 
 
-@pytest.mark.parametrize("name", CI)
+# The options of the one that is left out are, pair by pair, those of others.
+PAIRS = [name for name in CI if name != "ci_four_streams"]
+
+
+@pytest.mark.parametrize("name", PAIRS)
 def test_xla_and_the_kernels_are_the_reference(name):
     spec = CI[name]
     for implementation in ("xla", "mosaic"):
@@ -165,7 +169,7 @@ def test_dead_tokens_have_zeros_whatever_they_hold(implementation):
 
 
 def test_the_gate_is_float32_under_16_bits():
-    spec = CI["ci_four_streams"]
+    spec = CI["ci_f16"]
     args = h, kv, q, k, *_ = arguments(spec)
     gate = of_small_card(spec, args, "mosaic")[1]
     h, kv, q, k = (np.asarray(x).astype(np.float64) for x in (h, kv, q, k))
