@@ -1,5 +1,7 @@
 """Generating with planned caches: any decoder, mixed per layer, from gin."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.decoding.sampling import SamplingConfig
 from jaxaccel.models.gpt_oss import GptOssConfig
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
+from jaxaccel.nn.mlp import MLPConfig
 
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -50,18 +53,23 @@ def test_a_dense_plan_gives_the_tokens_of_no_plan(model, plain):
     assert generate_lib._decode._cache_size() == programs
 
 
+# Holds whatever the rows have.
+LONG = StreamingCacheConfig(num_sinks=2, window=62)
+
+
 def test_layers_may_differ(model, plain):
-    long = StreamingCacheConfig(num_sinks=2, window=62)
-    plan = CachePlanConfig(layers=((-1, long),))
-    options = {"max_new_tokens": NEW, "sampling": GREEDY}
-    assert generate(model, PROMPTS, **options, cache=plan) == plain
     short = StreamingCacheConfig(num_sinks=0, window=1)
-    plan = CachePlanConfig(policy=long, layers=((3, short),))
+    plan = CachePlanConfig(policy=LONG, layers=((3, short),))
+    options = {"max_new_tokens": NEW, "sampling": GREEDY}
     assert generate(model, PROMPTS, **options, cache=plan) != plain
 
 
-@pytest.mark.parametrize("values", ["device", "host"])
-def test_shadowkv_with_room_for_all_gives_the_tokens_of_no_plan(model, plain, values):
+@pytest.mark.parametrize(
+    ("values", "others"), [("device", ((-1, LONG),)), ("host", ())]
+)
+def test_policies_with_room_for_all_give_the_tokens_of_no_plan(
+    model, plain, values, others
+):
     policy = ShadowKVCacheConfig(
         budget=16,
         chunk=4,
@@ -70,10 +78,11 @@ def test_shadowkv_with_room_for_all_gives_the_tokens_of_no_plan(model, plain, va
         local_window=8,
         values=values,
     )
-    plan = CachePlanConfig(policy=policy)
+    plan = CachePlanConfig(policy=policy, layers=others)
     options = {"max_new_tokens": NEW, "sampling": GREEDY}
     assert generate(model, PROMPTS, **options, cache=plan) == plain
     attention = cached.init_cache(model, plan, 2, 64).layers[1]
+    assert attention.ends == ((1, 2) if others else (2,))
     kind = attention.states[0].values.sharding.memory_kind
     assert kind == ("pinned_host" if values == "host" else "device")
     # Two layers of 2 rows, 1 kv head and 64 / 4 + 1 chunks of 4 times 16 values.
@@ -84,7 +93,9 @@ def test_shadowkv_with_room_for_all_gives_the_tokens_of_no_plan(model, plain, va
 
 def test_learned_sinks_and_windows_of_other_layers_stay(random_model):
     """gpt-oss: every second layer sees a window, and keeps what it has."""
-    model = random_model(GptOssConfig.tiny().decoder())
+    # Dense: experts keep nothing, and take longest to compile.
+    config = dataclasses.replace(GptOssConfig.tiny().decoder(), mlp=MLPConfig(d_ff=32))
+    model = random_model(config)
     full = QuestCacheConfig(budget=32, page=4, local_window=8)
     plan = CachePlanConfig(policy=full, layers=((1, PagedCacheConfig(page=8)),))
     cache = cached.init_cache(model, plan, 1, 32)
@@ -141,13 +152,13 @@ def test_a_short_prompt_is_a_prompt_and_a_row_may_be_empty(model):
         hidden, cache = read_tokens(
             model, jnp.asarray([[9], [9]]), jnp.ones((2, 1), jnp.int32), cache
         )
-        return hidden, cache
+        alone = model(jnp.asarray([[4, 9], [9, 0]])).hidden
+        return hidden, cache, alone
 
-    plan = CachePlanConfig()
+    cache = cached.init_cache(model, CachePlanConfig(), 2, 4)
     tokens, segments = jnp.asarray([[4], [4]]), jnp.asarray([[1], [0]], jnp.int32)
-    hidden, cache = run(state, tokens, segments, cached.init_cache(model, plan, 2, 4))
+    hidden, cache, alone = run(state, tokens, segments, cache)
     np.testing.assert_array_equal(cache.length, [2, 1])
-    alone = model(jnp.asarray([[4, 9], [9, 0]])).hidden
     np.testing.assert_allclose(hidden[0, 0], alone[0, 1], atol=2e-5)
     np.testing.assert_allclose(hidden[1, 0], alone[1, 0], atol=2e-5)
 

@@ -1,4 +1,6 @@
-"""Decoding a model whose layers are scanned in runs: one part each, or a memory."""
+"""Decoding a model whose layers have one part, are scanned in runs, and remember."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,8 @@ from flax import nnx
 from jaxaccel.decoding.generate import generate
 from jaxaccel.decoding.sampling import SamplingConfig
 from jaxaccel.decoding.speculative import generate_speculative
-from jaxaccel.models.config import DecoderConfig
 from jaxaccel.models.nemotron_h import NemotronHConfig
-from jaxaccel.nn.attention import AttentionConfig
 from jaxaccel.nn.engram_config import EngramConfig
-from jaxaccel.nn.mlp import MLPConfig
 
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -21,29 +20,20 @@ PROMPTS = [[5, 3, 8], [1], [7, 7, 2, 9, 4, 11, 6, 100]]
 NEW, DRAFTS, WIDTH = 8, 2, 16
 
 
-# Two runs: "ME" twice, then "M*E-" once.
-HYBRID = NemotronHConfig.tiny(pattern="MEMEM*E-/*E").decoder()
-# The memory stands in front of the last layer.
-MEMORY = DecoderConfig(
-    vocab_size=128,
-    d_model=16,
-    num_layers=3,
-    pattern=("attention",),
-    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
-    mlp=MLPConfig(d_ff=16),
-    num_mtp_layers=1,
-    engram=EngramConfig(layers=(3,), heads=2, head_dim=8, bases=41, conv_width=2),
+# Two runs, "ME" twice and "*" once, and the memory stands between them.
+CONFIG = dataclasses.replace(
+    NemotronHConfig.tiny(pattern="MEME*/*E").decoder(),
+    engram=EngramConfig(layers=(5,), heads=2, head_dim=8, bases=41, conv_width=2),
 )
 
 
-@pytest.fixture(scope="module", params=[HYBRID, MEMORY], ids=["hybrid", "memory"])
-def model(request, random_model):
-    assert [run.repeats for run in request.param.runs] == [2, 1]
-    model = random_model(request.param, 1)
-    if request.param.engram is not None:
-        # As large as the embeddings: whoever remembers another text says another.
-        for layer in model.memory.layers:
-            layer.table.rows[...] *= 64.0
+@pytest.fixture(scope="module")
+def model(random_model):
+    assert [run.repeats for run in CONFIG.runs] == [2, 1]
+    model = random_model(CONFIG, 1)
+    # As large as the embeddings: whoever remembers another text says another.
+    for layer in model.memory.layers:
+        layer.table.rows[...] *= 64.0
     return model
 
 
