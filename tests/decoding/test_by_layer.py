@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxaccel.decoding.by_layer import LayeredDecoder
-from jaxaccel.models.decoder import Decoder, init_decoder
+from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.nn.engram_config import EngramConfig
 
@@ -32,8 +32,8 @@ def assert_same(got, want, atol=2e-5):
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-def test_reads_as_the_decoder_does():
-    model = init_decoder(CONFIG, 3)
+def test_reads_as_the_decoder_does(random_model):
+    model = random_model(CONFIG, 3)
     layered = LayeredDecoder(CONFIG)
     parameters = layered.split(model)
     graphdef, state = nnx.split(model)
