@@ -5,6 +5,8 @@ process: random ones with random weights, or held-out text with those of a run. 
 whose tokens are not those of the first one has no speed. Beside the speeds stands the
 limit of this card: the time a copy would take that moves the weights, states, keys and
 values that a token must read and write, at the bandwidth that the same run measures.
+
+Rows of other batch sizes stay in the file, those of the same are replaced together.
 """
 
 from __future__ import annotations
@@ -128,8 +130,7 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
       One row per step: `ms` is the time from a row's token to its next, `None` where
       the step could not run or was wrong, with the reason in `note`.
     """
-    with timing.alone():
-        limits = ceilings()
+    limits = ceilings()
     is_trained = config.checkpoint is not None
     weights = Weights.trained(config) if is_trained else Weights.random(config)
     plan = settings(config, refusals(config))
@@ -145,7 +146,9 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
                 note = "no speed: the first step's logits are not finite"
                 yield {**row, "note": note}
                 continue
-            row |= _measured(config, step, built.get((batch, step)), expected[batch])
+            launch = built.get((batch, step))
+            with timing.alone():
+                row |= _measured(config, step, launch, expected[batch])
             if row["ms"] is not None:
                 first_ms = first_ms or row["ms"]
                 row["tokens_per_s"] = digits(batch * 1e3 / row["ms"])
@@ -223,8 +226,7 @@ def _measured(
     # Written so that NaN fails.
     if not found.gap <= config.logit_tolerance:
         return {**row, "note": "no speed: other tokens than those of the first step"}
-    with timing.alone():
-        milliseconds = _time(launch, _timed_tokens(config, step), config.rounds)
+    milliseconds = _time(launch, _timed_tokens(config, step), config.rounds)
     row |= {
         "ms": digits(statistics.median(milliseconds)),
         "rounds_ms": [digits(value) for value in milliseconds],
@@ -332,5 +334,5 @@ def main(argv: list[str]) -> int:
         rows.append({**row, **about})
         print(_line(row), flush=True)
         # After each: a run that is cut short leaves what it measured.
-        results.update(options.json, rows)
+        results.update(options.json, rows, ("op", "workload"))
     return 1 if any(row["note"].startswith("no speed") for row in rows) else 0

@@ -85,10 +85,12 @@ def measure(
       Its time on the device, warm; or why it has none.
     """
     try:
-        call = jax.jit(fn).lower(*args).compile()
+        with timing.together():
+            call = jax.jit(fn).lower(*args).compile()
+            fault = None if check is None else check(call(*args))
         memory = call.memory_analysis()
         temp = 0 if memory is None else memory.temp_size_in_bytes
-        if check is not None and (fault := check(call(*args))) is not None:
+        if fault is not None:
             return Measured(temp_bytes=temp, note=f"wrong result: {fault}")
         with timing.alone():
             time = timing.measure(call, args, cold=False)[0]

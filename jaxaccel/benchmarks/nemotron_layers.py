@@ -344,8 +344,9 @@ def measure(
 def _timed(layer: Layer, implementation: str, direction: str, size: int) -> Measured:
     """Compiles a program, checks it and times it on the device, warm."""
     try:
-        program = layer.program(implementation, direction, size)
-        fault = layer.fault(implementation, direction, size)
+        with timing.together():
+            program = layer.program(implementation, direction, size)
+            fault = layer.fault(implementation, direction, size)
         if fault is not None:
             return Measured(note=f"no speed: {fault}")
         arguments = (layer.state, *layer.inputs(direction, size))

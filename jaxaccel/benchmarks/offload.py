@@ -209,18 +209,21 @@ def main(argv: list[str]) -> int:
     stacks = [Stack(tokens=int(t), **chosen) for t in options.tokens.split(",")]
     about, rows = stamp(options.commit), []
     on_gpu = jax.default_backend() == "gpu"
-    link = link_speed(2**29) if on_gpu else {}
+    with timing.alone():
+        link = link_speed(2**29) if on_gpu else {}
     for stack in stacks:
         if options.longest:
             is_tokens = options.longest == "tokens"
             modes = (options.modes or "save,remat,ring").split(",")
-            found = longest(
-                stack,
-                modes,
-                options.longest,
-                step=options.step or (4096 if is_tokens else 4),
-                most=options.most or (2**19 if is_tokens else 256),
-            )
+            # It takes all memory: nothing can run beside it.
+            with timing.alone():
+                found = longest(
+                    stack,
+                    modes,
+                    options.longest,
+                    step=options.step or (4096 if is_tokens else 4),
+                    most=options.most or (2**19 if is_tokens else 256),
+                )
         else:
             modes = (options.modes or ",".join(DEFAULT_MODES)).split(",")
             found = measure(stack, modes, rounds=options.rounds, link=link)
@@ -228,5 +231,5 @@ def main(argv: list[str]) -> int:
             print(row, flush=True)
         # After each workload: a later one may not fit.
         rows += [{**row, **about} for row in found]
-        results.update(options.json, rows)
+        results.update(options.json, rows, (*results.PLACE, "dtype", "attention"))
     return 1 if any("differ" in row["note"] for row in rows) else 0

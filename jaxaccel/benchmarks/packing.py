@@ -14,7 +14,8 @@ train     Tokens a second of the training step, padding not counted: packed rows
           rows of one document each. Both run the same compiled step, in turns.
 
 No speed is written for a forward pass that gives something else, or for a loss that is
-not finite. Rows of an earlier call stay in the file unless this one measures them again.
+not finite. Rows of an earlier call stay in the file unless this one measures them
+again.
 """
 
 from __future__ import annotations

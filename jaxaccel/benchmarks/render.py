@@ -165,8 +165,8 @@ TECHNIQUES = (
     Technique(
         name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
         "self-speculation",
-        state="`reference`, `xla`, `mosaic`; `gemv` and `decode_attention` by name, "
-        "not measured yet",
+        state="`reference`, `xla`, `mosaic`; `gemv` (not measured yet) and "
+        "`decode_attention` by name",
         module="`jaxaccel.decoding`",
         config="`experiments/gdn/decode.gin`",
         file="gated_delta_step_h200",
@@ -183,7 +183,8 @@ TECHNIQUES = (
     ),
     Technique(
         name="Mamba-2 hybrids from a pattern string (Nemotron 3)",
-        state="`reference`, `xla`; kernels by name, not measured yet",
+        state="`reference`, `xla`, `mosaic` both ways; a token's by name, not measured "
+        "yet",
         module="`jaxaccel.nn.Mamba2`, `jaxaccel.models.nemotron_h`",
         config="`experiments/nemotron/`",
         notebook="07_nemotron",

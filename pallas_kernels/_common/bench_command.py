@@ -76,8 +76,7 @@ def run(
         while pending and (not prepared or time.monotonic() - start < seconds):
             prepared.append(make(pending.pop(0)))
         if limits is None:
-            with timing.alone():
-                limits = bench.ceilings()
+            limits = bench.ceilings()
             results["ceilings"] = {**dataclasses.asdict(limits), **about}
         for workload in prepared:
             for row in bench.measure_prepared(workload, limits):
@@ -86,6 +85,11 @@ def run(
             if save is not None:
                 save(results)
     return results
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    return tuple(row[k] for k in ("workload", "implementation", "peer", "cache"))
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -120,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--append",
         action="store_true",
-        help="keep the file's rows of workloads that this call does not measure",
+        help="keep the file's rows that this call does not measure again; only one "
+        "call at a time may write a file",
     )
     parser.add_argument("--render", action="store_true", help="rewrite README tables")
     options = parser.parse_args(argv)
@@ -131,13 +136,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("OP and --json FILE are needed to measure")
     names = options.implementations
 
+    if not _cases(options.op, options.specs, options.only):
+        parser.error(
+            f"{options.op} has no workload of --specs {options.specs} whose name has "
+            f"--only {options.only!r} in it"
+        )
     kept: list[dict[str, Any]] = []
     if options.append and options.json.is_file():
         kept = json.loads(options.json.read_text())["rows"]
 
     def save(results: dict[str, Any]) -> None:
-        measured = {row["workload"] for row in results["rows"]}
-        others = [row for row in kept if row["workload"] not in measured]
+        again = {_place(row) for row in results["rows"]}
+        others = [row for row in kept if _place(row) not in again]
         results = {**results, "rows": others + results["rows"]}
         # A reader never sees half a file.
         options.json.parent.mkdir(parents=True, exist_ok=True)

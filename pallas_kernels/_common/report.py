@@ -17,7 +17,7 @@ def table(results: Mapping[str, Any]) -> str:
     limits = results["ceilings"]
     lines = [
         f"{limits['device']}, jax {limits['jax']}, {limits['date']}, commit "
-        f"{limits['commit']}. Ceilings in the same call: copy "
+        f"{(limits['commit'] or 'unknown')[:7]}. Ceilings in the same call: copy "
         f"{limits['gbps']:.0f} GB/s, bf16 matmul {limits['tflops']:.0f} TFLOP/s.",
         "",
         "| workload | runs | cache | ms | GB/s | share of ceiling | peer | peer ms "
@@ -26,8 +26,8 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for row in results["rows"]:
         notes = [row["note"]]
-        if row.get("commit", limits["commit"]) != limits["commit"]:
-            notes.append(f"commit {row['commit'][:7]}, {row['date']}")
+        if row["commit"] != limits["commit"]:
+            notes.append(f"commit {(row['commit'] or 'unknown')[:7]}, {row['date']}")
         cells = (
             row["workload"],
             row["implementation"],

@@ -68,7 +68,10 @@ def alone() -> contextlib.AbstractContextManager[None]:
 
 
 def together() -> contextlib.AbstractContextManager[None]:
-    """Keeps `alone` waiting: for what uses the card but is not measured."""
+    """Keeps `alone` waiting: for what uses the card but is not measured.
+
+    Must not be nested either: behind one who waits to be alone it would wait forever.
+    """
     return _locked(fcntl.LOCK_SH)
 
 

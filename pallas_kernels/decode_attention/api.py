@@ -15,7 +15,7 @@ from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.held import Sizes
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernel yet"}
+_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
 
 
 def choose(

@@ -61,7 +61,8 @@ Keep = Literal["inputs", "states"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Launch parameters. Results depend on all but `stages` in their rounding.
+    """Launch parameters. Results depend on `segments`, `order` and `grads` in their
+    rounding.
 
     Attributes:
       segments: stretches of time of each row that run side by side, see

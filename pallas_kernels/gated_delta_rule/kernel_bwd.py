@@ -103,7 +103,7 @@ def gradient_pass(
 def _carry_gradient(
     sources,
     d_last_ref,
-    dv_ref,
+    d_weighed_ref,
     d_states_ref,
     d_initial_ref,
     *,
@@ -116,15 +116,17 @@ def _carry_gradient(
     def carry_state(warpgroup):
         row, head = tc.split_index(item, shapes.value_heads)
         half = pl.ds(warpgroup * HALF, HALF)
-        dv_out, state_out = (staging[x].at[warpgroup] for x in ("dv", "d_states"))
+        weighed_out, state_out = (
+            staging[x].at[warpgroup] for x in ("d_weighed", "d_states")
+        )
 
-        def emit(chunk, dv, at_exit):
+        def emit(chunk, d_weighed, at_exit):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            tc.store_transposed(dv_out, dv.astype(shapes.dtype))
+            tc.store_transposed(weighed_out, d_weighed.astype(shapes.dtype))
             state_out[...] = at_exit
             plgpu.commit_smem()
             tokens = pl.ds(row * shapes.time + chunk * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(dv_out, dv_ref.at[tokens, head, half])
+            plgpu.copy_smem_to_gmem(weighed_out, d_weighed_ref.at[tokens, head, half])
             plgpu.copy_smem_to_gmem(state_out, d_states_ref.at[item, chunk, half])
 
         d_state = tc.load_global(d_last_ref.at[item, half])
@@ -150,7 +152,7 @@ def _chunk_bwd_kernel(
     initial_ref,
     d_last_ref,
     states_ref,
-    dv_ref,
+    d_weighed_ref,
     d_states_ref,
     d_initial_ref,
     written_ref,
@@ -171,7 +173,7 @@ def _chunk_bwd_kernel(
         _carry_gradient(
             some("q", "k", "do"),
             d_last_ref,
-            dv_ref,
+            d_weighed_ref,
             d_states_ref,
             d_initial_ref,
             ring=ring,
@@ -195,7 +197,7 @@ def _chunk_bwd_kernel(
             shapes=shapes,
             item=block - shapes.items,
             written_ref=written_ref,
-            written_staging=staging["dv"],
+            written_staging=staging["d_weighed"],
         )
 
 
@@ -260,7 +262,10 @@ def chunk_bwd(
         ),
         scratch={
             "ring": ring_scratch(shapes, names),
-            "staging": {"dv": operand(CHUNK, HALF), "d_states": operand(HALF, key_dim)},
+            "staging": {
+                "d_weighed": operand(CHUNK, HALF),
+                "d_states": operand(HALF, key_dim),
+            },
             "states_full": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
         },
     )
@@ -306,7 +311,7 @@ def reverse_bwd(
         scratch={
             "ring": ring_scratch(shapes, tuple(sources)),
             "staging": {
-                "dv": operand(CHUNK, HALF),
+                "d_weighed": operand(CHUNK, HALF),
                 "d_states": operand(HALF, shapes.key_dim),
             },
         },

@@ -334,10 +334,10 @@ def write_states(
     staging: Any,
     shapes: Shapes,
     item: jax.Array,
-    written_ref: Any = None,
-    written_staging: Any = None,
+    written_ref: Any,
+    written_staging: Any,
 ) -> None:
-    """Writes S at the entry of each chunk, in one block.
+    """Writes S at the entry of each chunk and D, in one block.
 
     Args:
       sources: k, v, inverse and gates, as for `feed`.
@@ -347,7 +347,7 @@ def write_states(
       staging: shared memory [STATE_WARPGROUPS, HALF, K].
       shapes: sizes of the call.
       item: row * Hv + value head.
-      written_ref: [B T, Hv, V] in device memory for D, `None` if nobody wants it.
+      written_ref: [B T, Hv, V] in device memory for D.
       written_staging: shared memory [STATE_WARPGROUPS, C, HALF] for it.
     """
     row, head = tc.split_index(item, shapes.value_heads)
@@ -358,16 +358,12 @@ def write_states(
         def emit(i, entry, written):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             staging[warpgroup] = entry
-            if written_ref is not None:
-                written = written.astype(shapes.dtype)
-                tc.store_transposed(written_staging.at[warpgroup], written)
+            written_out = written_staging.at[warpgroup]
+            tc.store_transposed(written_out, written.astype(shapes.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staging.at[warpgroup], states_ref.at[item, i, half])
-            if written_ref is not None:
-                tokens = pl.ds(row * shapes.time + i * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(
-                    written_staging.at[warpgroup], written_ref.at[tokens, head, half]
-                )
+            tokens = pl.ds(row * shapes.time + i * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(written_out, written_ref.at[tokens, head, half])
 
         initial = tc.load_global(initial_ref.at[item, half])
         state_pass(shapes, 1.0, ring, initial, warpgroup, emit)

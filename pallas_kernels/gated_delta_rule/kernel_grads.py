@@ -1,8 +1,8 @@
 """The gradients that need no order, and what their kernels share.
 
 What carries over from chunk to chunk, the states S at their entry, dS at their exit, D
-and dV, was written by `kernel_bwd`. With A, G, P, R as there, and rows i and columns j
-of [C, C]:
+and what dV follows from, was written by `kernel_bwd`. With A, G, P, R as there, and
+rows i and columns j of [C, C]:
 
     U = K S                      D = R W              W = V - diag(enter) U
     dD = diag(leave) K dS + P^T dO                    dU = -diag(enter) dV

@@ -126,8 +126,7 @@ class Place:
         return self.row * self.shapes.heads + self.head(index)
 
     def write_end(self, ref: Any, index: Any, state: jax.Array, segment: int) -> None:
-        """Writes a head's state to f32[B H, V, N], if the row is this segment of its
-        caller's row."""
+        """Writes a head's state to f32[B H, V, N], if this segment is the row's."""
         count = jnp.int32(self.shapes.segments)
         row, own = lax.div(self.row, count), lax.rem(self.row, count)
 

@@ -1,5 +1,6 @@
 """The offload benchmark compares gradients before it tells a speed."""
 
+import dataclasses
 import json
 
 import jax
@@ -113,8 +114,11 @@ def test_fingerprints_tell_a_shifted_layer():
         offload_stack.apart(offload_stack.fingerprint(scaled), want)
         > offload.GRADIENT_TOLERANCE
     )
-    broken = grads | {"x": grads["x"] * jnp.nan}
-    assert np.isnan(offload_stack.apart(offload_stack.fingerprint(broken), want))
+    for broken in (
+        grads | {"x": grads["x"] * jnp.nan},
+        grads | {"w": grads["w"].at[1, 2, 3].set(jnp.nan)},
+    ):
+        assert np.isnan(offload_stack.apart(offload_stack.fingerprint(broken), want))
 
 
 @pytest.mark.parametrize("true_size", range(14))
@@ -148,20 +152,36 @@ def test_a_good_guess_costs_two_trials(true_size):
     assert offload_longest.guess(lambda size: None, 4, 10**9) == 4
 
 
-def test_the_longest_sequence(monkeypatch):
-    def fake(stack, name):
-        reach = {"remat": 64, "ring": 96}[name]
-        contender = offload_stack.Contender(
-            name=name, host_bytes=stack.tokens, first_ms=2.0
-        )
-        return contender if stack.tokens <= reach else None
+def test_the_deepest_stack_is_what_the_limit_has_room_for(monkeypatch):
+    """Compiled programs say what they need; what needs more is not even run."""
+    stack = Plain(num_layers=1, tokens=8, d_model=8, dtype="float32")
 
-    monkeypatch.setattr(offload_longest, "_try", fake)
-    rows = offload_longest.longest(
-        STACK, ["remat", "ring"], "tokens", step=8, most=4096
-    )
-    assert [row["tokens"] for row in rows] == [64, 96]
-    assert rows[1]["tokens_per_s"] == 48_000
+    def needs(size):
+        return offload_longest._needs(dataclasses.replace(stack, num_layers=size), mode)
+
+    mode, ran = "remat", []
+    limit = needs(6)
+    for module in (offload_longest, offload_stack):
+        monkeypatch.setattr(module, "bytes_limit", lambda: limit)
+    contend = offload_longest.contend
+
+    def counted(stack, *args, **options):
+        contender, prints = contend(stack, *args, **options)
+        if contender.call is not None:
+            ran.append(stack.num_layers)
+        return contender, prints
+
+    monkeypatch.setattr(offload_longest, "contend", counted)
+    (row,) = offload_longest.longest(stack, [mode], "layers", step=2, most=100)
+    assert row["layers"] == 6
+    assert needs(8) > limit
+    assert max(ran) == 6
+    assert row["workload"] == "most layers: d 8, ff 14336, heads 32/8, T 8"
+    assert row["tokens_per_s"] > 0
+    # Without room for one, there is no time and no error.
+    monkeypatch.setattr(offload_stack, "bytes_limit", lambda: 1)
+    (row,) = offload_longest.longest(stack, [mode], "layers", step=2, most=100)
+    assert (row["layers"], row["ms"], row["tokens_per_s"]) == (0, None, None)
 
 
 @pytest.mark.parametrize(

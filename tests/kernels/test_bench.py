@@ -236,7 +236,7 @@ def test_workloads_can_be_measured_in_several_calls(tmp_path, monkeypatch):
     assert commits == {"add 1": "aaaaaaaaa", "add 2": "bbbbbbbbb"}
     # The table's heading is of the last call; a row of another one says so.
     heading, *_, older, newer = report.table(written).splitlines()
-    assert "commit bbbbbbbbb" in heading
+    assert "commit bbbbbbb." in heading
     assert "add 1" in older
     assert "commit aaaaaaa," in older
     assert "commit" not in newer
@@ -400,7 +400,9 @@ def test_who_measures_is_not_overtaken_by_those_who_share(monkeypatch, tmp_path)
         return thread
 
     with timing.together():
-        enter(timing.together, "beside")  # sharing is at once
+        beside = threading.Thread(target=enter, args=(timing.together, "beside"))
+        beside.start()
+        beside.join()  # sharing is at once
         threads = [waiting(timing.alone, "alone"), waiting(timing.together, "later")]
     for thread in threads:
         thread.join()
