@@ -73,7 +73,11 @@ def tiled(monkeypatch):
         yield use
 
 
-@pytest.mark.parametrize("name", CI)
+# Two have rows as long as others', and a dtype and an option of the tilings below.
+WIDTHS = [name for name in CI if name not in ("ci_zero_centered", "ci_f32")]
+
+
+@pytest.mark.parametrize("name", WIDTHS)
 def test_xla_and_the_kernel_as_the_heuristic_tiles_it_are_the_reference(name):
     spec = CI[name]
     with hw.assume(SMALL), interpreted():
