@@ -253,9 +253,13 @@ def update_router_biases(
     """
 
     def moved(bias: jax.Array, counts: jax.Array) -> jax.Array:
-        load = counts.astype(jnp.float32)
-        excess = load - jnp.mean(load, axis=-1, keepdims=True)
-        return bias - rate * jnp.sign(excess)
+        # In integers: compiled, a float mean of equal counts may miss them by a bit,
+        # and all biases would move.
+        total = jnp.sum(counts, axis=-1, keepdims=True)
+        below, rest = jnp.divmod(total, counts.shape[-1])  # the mean, rounded down
+        above = below + (rest > 0).astype(jnp.int32)
+        excess = (counts > below).astype(jnp.int32) - (counts < above).astype(jnp.int32)
+        return bias - rate * excess.astype(bias.dtype)
 
     counts = _router_counts(buffers, sums, "router/bias", places)
     return {**buffers, **{n: moved(buffers[n], c) for n, c in counts.items()}}

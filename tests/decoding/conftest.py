@@ -28,7 +28,7 @@ def random_model() -> Callable[..., Decoder]:
         def array(leaf):
             scale = leaf.shape[-2] ** -0.5 if leaf.ndim > 1 else 0.3
             drawn = rng.normal(scale=scale, size=leaf.shape)
-            return jnp.asarray(drawn, leaf.dtype)
+            return jnp.asarray(drawn.astype(leaf.dtype))
 
         return nnx.merge(graphdef, jax.tree.map(array, state))
 

@@ -21,7 +21,7 @@ def _build(make, seed=0):
         else:
             # Norm scales, decays and biases, away from zero and from one.
             value = 0.5 + 0.3 * value
-        return jnp.asarray(value, abstract.dtype)
+        return jnp.asarray(np.asarray(value).astype(abstract.dtype))
 
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(leaf, abstract))

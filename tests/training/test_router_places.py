@@ -3,12 +3,38 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxaccel.core.tree import split_model
 from jaxaccel.models.decoder import Decoder
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.training.step import BatchSums, update_router_biases
+
+
+def sums_of(counts):
+    zero = jnp.zeros(())
+    return BatchSums(
+        **dict.fromkeys(("loss", "nats", "correct", "bytes"), zero),
+        **dict.fromkeys(("mtp_nats", "balance"), zero),
+        counts=jnp.asarray(counts, jnp.int32),
+        mtp_counts=None,
+    )
+
+
+@pytest.mark.parametrize("experts", [3, 7, 512])
+def test_biases_of_even_loads_stay(experts):
+    """Compiled as well, where a mean may be a product with 1 / E."""
+    name = "layers/0/mlp/router/bias"
+    buffers = {name: jnp.zeros((4, experts))}
+    counts = np.full((4, experts), 41)
+    counts[1, 0] += 1  # above the mean, all others below it
+    counts[2] = 715_827_882 // experts  # a total of nearly 2^30
+    counts[3, :2] += (-1, 1)
+    run = jax.jit(lambda b, c: update_router_biases(b, sums_of(c), 0.5))
+    found = run(buffers, counts)[name]
+    want = -0.5 * np.sign(counts * experts - counts.sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(found, want)
 
 
 def test_biases_of_runs_of_layers():
@@ -23,13 +49,7 @@ def test_biases_of_runs_of_layers():
         for name, leaf in split_model(abstract)[1].items()
     }
     counts = np.random.default_rng(0).integers(0, 9, (6, 4))
-    zero = jnp.zeros(())
-    sums = BatchSums(
-        **dict.fromkeys(("loss", "nats", "correct", "bytes"), zero),
-        **dict.fromkeys(("mtp_nats", "balance"), zero),
-        counts=jnp.asarray(counts, jnp.int32),
-        mtp_counts=None,
-    )
+    sums = sums_of(counts)
     new = jax.jit(lambda b: update_router_biases(b, sums, 0.5, places))(buffers)
     for row, (position, index) in zip(counts, places, strict=True):
         found = new[f"layers/{position}/mlp/router/bias"][index]
