@@ -22,12 +22,12 @@ def sums_of(counts):
     )
 
 
-@pytest.mark.parametrize("experts", [3, 7, 512])
+@pytest.mark.parametrize("experts", [7, 60, 512])
 def test_biases_of_even_loads_stay(experts):
     """Compiled as well, where a mean may be a product with 1 / E."""
     name = "layers/0/mlp/router/bias"
     buffers = {name: jnp.zeros((4, experts))}
-    counts = np.full((4, experts), 41)
+    counts = np.full((4, experts), 3)  # 21 times 1 / 7 is not 3
     counts[1, 0] += 1  # above the mean, all others below it
     counts[2] = 715_827_882 // experts  # a total of nearly 2^30
     counts[3, :2] += (-1, 1)
