@@ -40,9 +40,11 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
     Shapes,
 )
 from pallas_kernels.gated_delta_rule.kernel_fwd import (
+    end_type,
     launch,
     ring_scratch,
     start_warpgroups,
+    write_end,
     write_states,
 )
 
@@ -131,7 +133,7 @@ def _carry_gradient(
 
         d_state = tc.load_global(d_last_ref.at[item, half])
         d_state = gradient_pass(shapes, ring, d_state, warpgroup, emit, weighed=False)
-        d_initial_ref.at[item, half][...] = d_state
+        write_end(d_initial_ref, shapes, item, half, d_state, 0)
         plgpu.wait_smem_to_gmem(0)
 
     start_warpgroups(
@@ -231,14 +233,14 @@ def chunk_bwd(
       scale: factor on the output.
       sources: q, k [B T, Hk, K], v, do [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
-      initial_state: f32[B Hv, V, K].
-      d_last: f32[B Hv, V, K], gradient of the final state.
+      initial_state: f32[B S Hv, V, K], of each segment.
+      d_last: f32[B S Hv, V, K], gradients of the states that leave the segments.
 
     Returns:
       What the gradients of a chunk need, of v's dtype: states [B Hv, T / C, V, K]
       and d_states, the state at the entry of each chunk, and the gradient of that at
       its exit; and [B T, Hv, V] d_weighed and written, dY and D. And d_initial
-      f32[B Hv, V, K].
+      f32[B Hv, V, K] of the caller's rows.
     """
     items, value_dim, key_dim = d_last.shape
     operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
@@ -257,7 +259,7 @@ def chunk_bwd(
             states,
             values,
             states,
-            jax.ShapeDtypeStruct(d_last.shape, jnp.float32),
+            end_type(shapes),
             values,
         ),
         scratch={
@@ -293,7 +295,8 @@ def reverse_bwd(
       sources: the same without v.
 
     Returns:
-      The d_states and d_weighed of `chunk_bwd`, and d_initial f32[B Hv, V, K].
+      The d_states and d_weighed of `chunk_bwd`, and d_initial f32[B Hv, V, K] of the
+      caller's rows.
     """
     items, *matrix = d_last.shape
     operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
@@ -306,7 +309,7 @@ def reverse_bwd(
         out_type=(
             jax.ShapeDtypeStruct(sources["do"].shape, shapes.dtype),
             jax.ShapeDtypeStruct((items, shapes.chunks, *matrix), shapes.dtype),
-            jax.ShapeDtypeStruct(d_last.shape, jnp.float32),
+            end_type(shapes),
         ),
         scratch={
             "ring": ring_scratch(shapes, tuple(sources)),

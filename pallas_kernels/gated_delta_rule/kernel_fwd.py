@@ -246,6 +246,29 @@ def state_pass(
     return lax.fori_loop(0, shapes.chunks, chunk, state)
 
 
+def write_end(
+    ref: Any,
+    shapes: Shapes,
+    item: jax.Array,
+    half: Any,
+    state: jax.Array,
+    segment: int,
+) -> None:
+    """Writes rows of a block's state to f32[B Hv, V, K], if it has this segment."""
+    row, head = tc.split_index(item, shapes.value_heads)
+    outer, own = tc.split_index(row, shapes.segments)
+
+    @pl.when(own == segment)
+    def _():
+        ref.at[outer * shapes.value_heads + head, half][...] = state
+
+
+def end_type(shapes: Shapes) -> jax.ShapeDtypeStruct:
+    """What `write_end` writes to: states of the caller's rows."""
+    items = shapes.items // shapes.segments
+    return jax.ShapeDtypeStruct((items, shapes.value_dim, shapes.key_dim), jnp.float32)
+
+
 def _chunk_fwd_kernel(
     sources,
     initial_ref,
@@ -295,7 +318,7 @@ def _chunk_fwd_kernel(
                     places["written"], written_ref.at[tokens, head, half]
                 )
 
-        last_ref.at[item, half][...] = state_pass(
+        last = state_pass(
             shapes,
             scale,
             ring,
@@ -306,6 +329,7 @@ def _chunk_fwd_kernel(
             order=config.order,
             enter_chunk=enter_chunk if kept else None,
         )
+        write_end(last_ref, shapes, item, half, last, shapes.segments - 1)
         plgpu.wait_smem_to_gmem(0)
 
     start_warpgroups(
@@ -471,17 +495,17 @@ def chunk_fwd(
       config: launch parameters.
       sources: q, k [B T, Hk, K], v [B T, Hv, V], and inverse, gates as
         `kernel_inverse.prepare` gives them.
-      initial_state: f32[B Hv, V, K].
+      initial_state: f32[B S Hv, V, K], of each segment.
       kept: whether to return what the gradient would compute again.
 
     Returns:
-      o [B T, Hv, V] of v's dtype, final state f32[B Hv, V, K]. If `kept`, also
-      states [B Hv, T / C, V, K] at the entry of each chunk, and written [B T, Hv, V],
-      which is D, of v's dtype.
+      o [B T, Hv, V] of v's dtype, final state f32[B Hv, V, K] of the caller's rows. If
+      `kept`, also states [B S Hv, T / C, V, K] at the entry of each chunk, and
+      written [B T, Hv, V], which is D, of v's dtype.
     """
     operand = functools.partial(tc.operand, STATE_WARPGROUPS, dtype=shapes.dtype)
     values = jax.ShapeDtypeStruct(sources["v"].shape, shapes.dtype)
-    out_type = [values, jax.ShapeDtypeStruct(initial_state.shape, jnp.float32)]
+    out_type = [values, end_type(shapes)]
     staging = {"o": operand(CHUNK, HALF)}
     if kept:
         items, *matrix = initial_state.shape

@@ -81,12 +81,6 @@ def _merge(shapes: Shapes, states: jax.Array) -> jax.Array:
     return jnp.swapaxes(states, 0, 1).reshape(-1, *states.shape[3:])
 
 
-def _segment_of(shapes: Shapes, x: jax.Array, index: int) -> jax.Array:
-    """One segment of [B S Hv, V, K], as [B Hv, V, K]."""
-    x = x.reshape(-1, shapes.segments, shapes.value_heads, *x.shape[1:])
-    return _flat(x[:, index])
-
-
 def _entries(
     shapes: Shapes, sources: dict[str, jax.Array], state: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -156,7 +150,6 @@ def _rule_forward(
         name: checkpoint_name(x, "gdn_states")
         for name, x in zip(("states", "written"), rest, strict=kept)
     }
-    last = _segment_of(shapes, last, -1)
     # Entry states are those of the first chunks where states are kept.
     saved = (q, k, v, g, inverse, gates, None if kept else entries, through, between)
     return (o.reshape(v.shape), last.reshape(state.shape)), saved
@@ -184,10 +177,10 @@ def _rule_backward(
     )
     if between:
         reverse = _only(sources, "q", "k", "do")
-        more, d_entries = reverse_bwd(shapes, scale, reverse, d_exits)
+        more, d_initial = reverse_bwd(shapes, scale, reverse, d_exits)
         between = between | more
     else:
-        between, d_entries = chunk_bwd(shapes, scale, sources, entries, d_exits)
+        between, d_initial = chunk_bwd(shapes, scale, sources, entries, d_exits)
     del sources["inverse"]
     run = chunk_grads_stream if config.grads == "stream" else chunk_grads_ring
     grads = run(shapes, scale, sources | between)
@@ -200,7 +193,7 @@ def _rule_backward(
         dg,
         _by_token(shapes, grads["dbeta"]),
         None,
-        _segment_of(shapes, d_entries, 0).reshape(d_last.shape),
+        d_initial.reshape(d_last.shape),
     )
 
 
