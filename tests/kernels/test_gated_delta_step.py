@@ -28,9 +28,8 @@ from pallas_kernels.rms_norm import rms_norm
 CI = {spec.name: spec for spec in specs.specs("ci")}
 SPEC = CI["ci_rep2"]  # pools larger than the batch, the second row skipped
 PLAIN = dataclasses.replace(SPEC, spare=0, skipped=False)
-FORMS = ("reference", "xla")
+FORMS, POOLS = ("reference", "xla"), specs.POOLS
 NAMES = ("y", "conv_pool", "state_pool")
-POOLS = specs.POOLS
 
 
 def numbers(seed, shapes, scales):
@@ -134,13 +133,8 @@ def test_gradients_are_the_recurrences():
         results = step(PLAIN, args, implementation)
         return sum(jnp.sum(w * r) for w, r in zip(weights, results, strict=True))
 
-    @jax.jit
-    def both(args):
-        return [
-            jax.grad(functools.partial(loss, x))(args) for x in ("xla", "reference")
-        ]
-
-    got, want = both(args)
+    both = [jax.grad(functools.partial(loss, x)) for x in ("xla", "reference")]
+    got, want = jax.jit(lambda args: [gradient(args) for gradient in both])(args)
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_close(a, b, rel=2e-5, name=f"gradient {index}")
 
@@ -238,7 +232,7 @@ def test_four_steps_are_the_chunked_form():
     def chunked(qkv, a, b, z, conv, state, weight, A_log, dt_bias, scale):
         x, window = causal_conv1d(qkv, weight, initial_state=conv, activation="silu")
         heads = (3, 4, 2, spec.key_dim)
-        q, k = (x[..., i * 32 : (i + 1) * 32].reshape(heads) for i in (0, 1))
+        q, k = (u.reshape(heads) for u in (x[..., :32], x[..., 32:64]))
         q, k = (u / jnp.sqrt(jnp.sum(u * u, -1, keepdims=True) + 1e-6) for u in (q, k))
         v = x[..., 64:].reshape(3, 4, 2, spec.value_dim)
         g = -jnp.exp(A_log)[None, None] * jax.nn.softplus(a + dt_bias[None, None])
