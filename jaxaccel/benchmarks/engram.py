@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,20 +32,8 @@ SUBJECTS = {
 RUN = ("workload", "steps", "batch", "seeds", "seed", "over_model")
 """What rows of one run have in common; an experiment's are compared within it alone."""
 
-_NAME = ("subject", "op", "implementation", "model", *RUN)
-
-
-def _name(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in _NAME)
-
-
-def merged(
-    path: pathlib.Path, rows: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """The rows of a file that the new ones do not replace, then the new ones."""
-    old = json.loads(path.read_text())["rows"] if path.is_file() else []
-    new = {_name(row) for row in rows}
-    return [*(row for row in old if _name(row) not in new), *rows]
+NAME = ("subject", "op", "implementation", "model", *RUN)
+"""What tells rows apart."""
 
 
 def of_one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -100,6 +87,6 @@ def main(argv: list[str]) -> int:
     for rows in subject.run(options):
         rows = [{**row, **about} for row in rows]
         # After each part: a later one may fail.
-        results.write(options.json, merged(options.json, rows))
+        results.update(options.json, rows, NAME)
         good = good and all(map(subject.is_good, rows))
     return 0 if good else 1

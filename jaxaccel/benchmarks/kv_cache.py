@@ -14,10 +14,7 @@ measured again stay in the file, those of a run that is cut short too.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -37,23 +34,6 @@ KEYS = {
 """What tells a part's rows apart."""
 
 
-def earlier(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file, none if there is no file yet."""
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
-
-
-def joined(
-    before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], part: str
-) -> list[dict[str, Any]]:
-    """Earlier rows that were not measured again, then those that were measured."""
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row.get(name) for name in KEYS[part])
-
-    again = {key(row) for row in rows}
-    return [row for row in before if key(row) not in again] + list(rows)
-
-
 def _accuracy(options: argparse.Namespace) -> int:
     if options.model is None:
         raise ValueError(
@@ -65,7 +45,6 @@ def _accuracy(options: argparse.Namespace) -> int:
     caches = list(kv_cache_accuracy.plan(config, sweeps))
     model = ruler.load(config, options.model)
     asker = kv_cache_accuracy.Asker(config, ruler.parts_of(config), model)
-    before = earlier(options.json)
     about, rows = stamp(options.commit), []
     for asked in caches:
         found = asker.ask(asked)
@@ -73,7 +52,7 @@ def _accuracy(options: argparse.Namespace) -> int:
         told = " ".join(f"{100 * r['accuracy']:.0f}" for r in found)
         print(f"{asked.sweep} {asked.method} {asked.setting:g}: {told}", flush=True)
         # After each cache: a later one may fail.
-        results.write(options.json, joined(before, rows, "accuracy"))
+        results.update(options.json, rows, KEYS["accuracy"])
     print(kv_cache_accuracy.table(rows))
     return 0
 
@@ -82,12 +61,11 @@ def _throughput(options: argparse.Namespace) -> int:
     config = load_config("KVCacheBenchConfig", options.gin_file, options.gin_bindings)
     wanted = options.methods.split(",") if options.methods else tuple(config.methods)
     config = kv_cache_throughput.chosen(config, wanted)
-    before = earlier(options.json)
     about, rows = stamp(options.commit), []
     for row in kv_cache_throughput.measure(config):
         rows.append({**row, **about})
         print(kv_cache_throughput.line(row), flush=True)
-        results.write(options.json, joined(before, rows, "throughput"))
+        results.update(options.json, rows, KEYS["throughput"])
         # Buffers of the last cache must be gone before the next is made.
         jax.clear_caches()
     return 1 if any(row["note"].startswith("no speed") for row in rows) else 0

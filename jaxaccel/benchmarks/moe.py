@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -556,8 +555,8 @@ def main(argv: list[str]) -> int:
     """The command line; exit status 1 if a result was wrong."""
     options = _parser().parse_args(argv)
     about, rows = stamp(options.commit), []
-    if options.append and options.json.is_file():
-        rows = json.loads(options.json.read_text())["rows"]
+    if options.append:
+        rows = results.read(options.json)
     for row in _rows(options):
         print(row, flush=True)
         rows.append({**row, **about})

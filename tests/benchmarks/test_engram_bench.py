@@ -19,6 +19,7 @@ from jaxaccel.benchmarks import (
     engram_inference,
     engram_optimizer,
     engram_serving,
+    results,
 )
 from jaxaccel.benchmarks.engram_optimizer import OptimizerBench
 from jaxaccel.benchmarks.engram_serving import Serving
@@ -270,13 +271,16 @@ def test_rows_of_another_run_stay_and_are_told_apart(tmp_path, change):
     path = tmp_path / "rows.json"
     whole = [experiment_row(model) for model in "abc"]
     part = [experiment_row(model, **change) for model in "bc"]
-    path.write_text(json.dumps({"rows": whole}))
-    rows = engram.merged(path, part)
+    results.write(path, whole)
+    results.update(path, part, engram.NAME)
+    rows = results.read(path)
     assert rows == [*whole, *part]
     assert engram.of_one_run(rows) == whole
     # Of one run: the newer row takes the place.
     again = [experiment_row("b", note="new")]
-    assert engram.merged(path, again) == [whole[0], whole[2], *again]
+    results.write(path, whole)
+    results.update(path, again, engram.NAME)
+    assert results.read(path) == [whole[0], whole[2], *again]
 
 
 def test_the_longest_training_is_shown_then_the_last():
