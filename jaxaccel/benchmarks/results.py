@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pallas_kernels._common.report import joined
+
 
 PLACE = ("op", "workload", "implementation")
 """What tells the rows of most benchmarks apart."""
@@ -38,12 +40,6 @@ def update(
     Args:
       path: of the file, which need not exist.
       rows: new ones.
-      place: keys; a row replaces those of the file that have all their values in
-        common with it. A key that a row lacks is `None`.
+      place: what tells rows apart, see `report.joined`.
     """
-
-    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row.get(name) for name in place)
-
-    again = {key(row) for row in rows}
-    write(path, [*(row for row in read(path) if key(row) not in again), *rows])
+    write(path, joined(read(path), rows, place))

@@ -26,6 +26,8 @@ from pallas_kernels._common import bench, jobs, report, timing
 
 # How long a process that shares the card compiles before it measures.
 PREPARE_SECONDS = 60.0
+PLACE = ("workload", "implementation", "peer", "cache")
+"""What tells rows apart."""
 
 
 def _cases(op: str, tags: str, only: str = "") -> list[bench.Case]:
@@ -87,11 +89,6 @@ def run(
     return results
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row is of."""
-    return tuple(row[k] for k in ("workload", "implementation", "peer", "cache"))
-
-
 def _line(row: Mapping[str, Any]) -> str:
     text = f"{row['workload']:48s} {row['implementation']:7s} {row['cache']:4s} "
     if row["ms"] is None:
@@ -146,9 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         kept = json.loads(options.json.read_text())["rows"]
 
     def save(results: dict[str, Any]) -> None:
-        again = {_place(row) for row in results["rows"]}
-        others = [row for row in kept if _place(row) not in again]
-        results = {**results, "rows": others + results["rows"]}
+        results = {**results, "rows": report.joined(kept, results["rows"], PLACE)}
         # A reader never sees half a file.
         options.json.parent.mkdir(parents=True, exist_ok=True)
         part = options.json.with_suffix(".part")

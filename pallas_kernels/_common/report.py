@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- BEGIN measured -->", "<!-- END measured -->"
+
+
+def joined(
+    before: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    place: Sequence[str],
+) -> list[Mapping[str, Any]]:
+    """Rows that new ones do not replace, then the new ones.
+
+    Args:
+      before: rows of a file.
+      rows: new ones.
+      place: keys; a row replaces those that have all their values in common with it. A
+        key that a row lacks is `None`.
+    """
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in place)
+
+    again = {key(row) for row in rows}
+    return [*(row for row in before if key(row) not in again), *rows]
 
 
 def table(results: Mapping[str, Any]) -> str:
