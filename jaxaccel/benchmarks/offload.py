@@ -30,7 +30,8 @@ from jaxaccel.benchmarks.offload_stack import (
     Contender,
     Stack,
     apart,
-    contend,
+    compiled_together,
+    first_call,
     is_out_of_memory,
     split_mode,
 )
@@ -71,9 +72,12 @@ def measure(
         split_mode(name)
     ws, x = stack.arguments()
     contenders, expected, first = [], None, ""
-    for name in modes:
+    with timing.together():
+        compiled = compiled_together(stack, modes)
+    for contender in compiled:
+        name = contender.name
         with timing.together():
-            contender, prints = contend(stack, name, ws, x)
+            prints = first_call(contender, ws, x)
         if expected is None and prints is not None:
             expected, first = prints, name
         if prints is not None and expected is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +16,7 @@ from jaxaccel.benchmarks.offload_stack import (
     Contender,
     Stack,
     bytes_limit,
-    contend,
-    device_bytes,
-    gradient_function,
+    compiled,
     is_out_of_memory,
     split_mode,
 )
@@ -54,22 +53,6 @@ def largest(fits: Callable[[int], bool], first: int, step: int, most: int) -> in
     return low * step
 
 
-def _needs(stack: Stack, name: str) -> int | None:
-    """Bytes of device memory of a mode, as compiled; nothing runs.
-
-    `None` if the backend does not say, or could not even compile it.
-    """
-    arguments = jax.eval_shape(stack.arguments)
-    try:
-        call = gradient_function(stack, name).lower(*arguments).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    memory = call.memory_analysis()
-    return None if memory is None else device_bytes(memory)
-
-
 def guess(needs: Callable[[int], int | None], first: int, limit: int) -> int:
     """The size whose bytes reach a limit, if they grow as a straight line.
 
@@ -88,14 +71,43 @@ def guess(needs: Callable[[int], int | None], first: int, limit: int) -> int:
     return max(first, int(first + (limit - one) * first / (two - one)))
 
 
+class Programs:
+    """A mode's compiled programs by size, each compiled once.
+
+    Args:
+      sized: size -> the stack.
+      name: the mode.
+    """
+
+    def __init__(self, sized: Callable[[int], Stack], name: str):
+        self.sized, self.name = sized, name
+        self._compiled: dict[int, Contender] = {}
+
+    def __call__(self, size: int) -> Contender:
+        if size not in self._compiled:
+            self._compiled[size] = found = compiled(self.sized(size), self.name)
+            needs = (
+                f"{found.device_bytes / 2**30:.1f} GiB" if found.device_bytes else ""
+            )
+            print(f"{self.name} {size}: {needs} {found.note}", file=sys.stderr)
+        return self._compiled[size]
+
+    def largest(self, smallest: int, step: int, most: int) -> int:
+        """The largest size that the device has room for, as compiled; nothing runs."""
+        first, limit = smallest, bytes_limit()
+        if limit:
+            first = guess(lambda size: self(size).device_bytes or None, first, limit)
+        return largest(lambda size: self(size).call is not None, first, step, most)
+
+
 def longest(
     stack: Stack, modes: Sequence[str], axis: str, *, step: int, most: int
 ) -> list[dict[str, Any]]:
     """The longest sequence, or the deepest stack, whose gradients one device takes.
 
-    Compiled programs of two sizes tell where to begin. A candidate from there on is
-    run, weights and gradients on the device, unless its program asks for more than
-    there is.
+    Compiled programs, of all modes side by side, tell what the device has room for;
+    the largest is run, weights and gradients on the device, and if memory does not
+    suffice after all, a smaller one.
 
     Args:
       stack: where the search begins.
@@ -113,36 +125,30 @@ def longest(
             return dataclasses.replace(stack, tokens=size)
         return dataclasses.replace(stack, num_layers=size)
 
-    rows, smallest = [], stack.tokens if axis == "tokens" else stack.num_layers
-    limit = bytes_limit()
     for name in modes:
         split_mode(name)
-        best: dict[int, Contender] = {}
-        first = smallest
-        if limit:
-            first = guess(lambda n, name=name: _needs(sized(n), name), first, limit)
-
-        def fits(size: int, name=name, best=best) -> bool:
-            found = _try(sized(size), name)
-            if found is not None:
-                best[size] = found
-            return found is not None
-
-        size = largest(fits, first, step, most)
-        contender = best.get(size, Contender(name=name))
-        best.clear()  # programs of other sizes
-        ms = _second_call_ms(sized(size), contender)
+    smallest = stack.tokens if axis == "tokens" else stack.num_layers
+    programs = [Programs(sized, name) for name in modes]
+    with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
+        sizes = pool.map(lambda of: of.largest(smallest, step, most), programs)
+    rows = []
+    for of, size in zip(programs, sizes, strict=True):
+        ms = second_call_ms(sized(size), of(size)) if size else None
+        while size and ms is None:
+            size -= step
+            ms = second_call_ms(sized(size), of(size)) if size else None
+        found = of(size) if size else Contender(name=of.name)
         rows.append(
             {
                 "op": "offload_longest",
                 "workload": f"most {axis}: {_without(axis, stack)}",
-                "implementation": name,
+                "implementation": of.name,
                 "dtype": stack.dtype,
                 axis: size,
                 "ms": digits(ms, 5) if ms else None,
                 "tokens_per_s": digits(sized(size).tokens / ms * 1e3) if ms else None,
-                "device_gib": digits(contender.device_bytes / 2**30, 5),
-                "host_gib": digits(contender.host_bytes / 2**30, 5),
+                "device_gib": digits(found.device_bytes / 2**30, 5),
+                "host_gib": digits(found.host_bytes / 2**30, 5),
                 "attention": stack.attention,
                 "step": step,
                 "note": f"the end of the search, {most}" if size == most else "",
@@ -151,28 +157,19 @@ def longest(
     return rows
 
 
-def _without(axis: str, stack: Stack) -> str:
-    """The name of a stack but for what is looked for."""
-    parts = stack.workload.split(", ")
-    found = parts[-1] if axis == "tokens" else parts[0]
-    return ", ".join(part for part in parts if part != found)
+def second_call_ms(stack: Stack, contender: Contender) -> float | None:
+    """Time of the second of two calls: the first loads it and takes host memory.
 
-
-def _second_call_ms(stack: Stack, contender: Contender) -> float | None:
-    """Of a mode that ran before: the first call loads it and takes host memory."""
+    `None` where memory does not suffice.
+    """
     if contender.call is None:
         return None
-    ws, x = jax.block_until_ready(stack.arguments())
-    start = time.perf_counter()
-    jax.block_until_ready(contender.call(ws, x))
-    return 1e3 * (time.perf_counter() - start)
-
-
-def _try(stack: Stack, name: str) -> Contender | None:
-    """Compiles and calls a mode once; `None` where memory does not suffice."""
     try:
-        contender, _ = contend(stack, name, *stack.arguments(), compare=False)
-        return None if contender.call is None else contender
+        ws, x = jax.block_until_ready(stack.arguments())
+        jax.block_until_ready(contender.call(ws, x))
+        start = time.perf_counter()
+        jax.block_until_ready(contender.call(ws, x))
+        return 1e3 * (time.perf_counter() - start)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -180,3 +177,10 @@ def _try(stack: Stack, name: str) -> Contender | None:
     finally:
         # The frames of an error hold what was on the device.
         gc.collect()
+
+
+def _without(axis: str, stack: Stack) -> str:
+    """The name of a stack but for what is looked for."""
+    parts = stack.workload.split(", ")
+    found = parts[-1] if axis == "tokens" else parts[0]
+    return ", ".join(part for part in parts if part != found)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -229,7 +230,7 @@ class Contender:
     Attributes:
       name: the mode, with its variant.
       call: (ws, x) -> (loss, gradients); `None` where it does not fit the device.
-      compile_seconds: of tracing and compiling.
+      compile_seconds: of tracing and compiling, beside other modes.
       device_bytes: arguments, results and temporaries on the device.
       host_bytes: temporaries in host memory.
       apart: see `apart`, from remat.
@@ -265,32 +266,43 @@ def bytes_limit() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def contend(
-    stack: Stack, name: str, ws: Any, x: jax.Array, *, compare: bool = True
-) -> tuple[Contender, Any]:
-    """Compiles a mode and runs it once; returns it and its fingerprint.
-
-    Without `compare`, for which memory may not suffice, the fingerprint is `None`.
-    """
-    contender, print_of = Contender(name=name), None
+def compiled(stack: Stack, name: str) -> Contender:
+    """Compiles a mode, without a call: `note` says if the device has no room for it."""
+    contender, start = Contender(name=name), time.perf_counter()
+    arguments = jax.eval_shape(stack.arguments)
     try:
-        start = time.perf_counter()
-        call = gradient_function(stack, name).lower(ws, x).compile()
-        contender.compile_seconds = time.perf_counter() - start
-        if (memory := call.memory_analysis()) is not None:
-            contender.device_bytes = device_bytes(memory)
-            contender.host_bytes = memory.host_temp_size_in_bytes
-        if contender.device_bytes > (bytes_limit() or contender.device_bytes):
-            contender.note = "out of memory"
-            return contender, None
-        _, gradients = jax.block_until_ready(call(ws, x))
-        if compare:
-            print_of = jax.block_until_ready(fingerprint(gradients))
-        del gradients  # as large as the weights
+        call = gradient_function(stack, name).lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         contender.note = "out of memory"
-        return contender, None
-    contender.call = call
-    return contender, print_of
+        return contender
+    contender.compile_seconds = time.perf_counter() - start
+    if (memory := call.memory_analysis()) is not None:
+        contender.device_bytes = device_bytes(memory)
+        contender.host_bytes = memory.host_temp_size_in_bytes
+    if contender.device_bytes > (bytes_limit() or contender.device_bytes):
+        contender.note = "out of memory"
+    else:
+        contender.call = call
+    return contender
+
+
+def compiled_together(stack: Stack, names: Sequence[str]) -> list[Contender]:
+    """Compiles modes side by side."""
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(lambda name: compiled(stack, name), names))
+
+
+def first_call(contender: Contender, ws: Any, x: jax.Array) -> Any:
+    """The fingerprint of a mode's gradients; `None` for a mode that does not fit."""
+    if contender.call is None:
+        return None
+    try:
+        _, gradients = jax.block_until_ready(contender.call(ws, x))
+        return jax.block_until_ready(fingerprint(gradients))
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        contender.call, contender.note = None, "out of memory"
+        return None

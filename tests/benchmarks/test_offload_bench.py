@@ -157,30 +157,36 @@ def test_the_deepest_stack_is_what_the_limit_has_room_for(monkeypatch):
     stack = Plain(num_layers=1, tokens=8, d_model=8, dtype="float32")
 
     def needs(size):
-        return offload_longest._needs(dataclasses.replace(stack, num_layers=size), mode)
+        sized = dataclasses.replace(stack, num_layers=size)
+        return offload_stack.compiled(sized, "remat").device_bytes
 
-    mode, ran = "remat", []
-    limit = needs(6)
+    ran, limit = [], needs(6)
+    assert needs(8) > limit
     for module in (offload_longest, offload_stack):
         monkeypatch.setattr(module, "bytes_limit", lambda: limit)
-    contend = offload_longest.contend
+    second_call_ms = offload_longest.second_call_ms
 
-    def counted(stack, *args, **options):
-        contender, prints = contend(stack, *args, **options)
-        if contender.call is not None:
-            ran.append(stack.num_layers)
-        return contender, prints
+    def counted(stack, contender):
+        ran.append(stack.num_layers)
+        return second_call_ms(stack, contender)
 
-    monkeypatch.setattr(offload_longest, "contend", counted)
-    (row,) = offload_longest.longest(stack, [mode], "layers", step=2, most=100)
+    monkeypatch.setattr(offload_longest, "second_call_ms", counted)
+    (row,) = offload_longest.longest(stack, ["remat"], "layers", step=2, most=100)
     assert row["layers"] == 6
-    assert needs(8) > limit
-    assert max(ran) == 6
+    assert ran == [6]
     assert row["workload"] == "most layers: d 8, ff 14336, heads 32/8, T 8"
     assert row["tokens_per_s"] > 0
+    # A call that runs out of memory after all: the next smaller one.
+    monkeypatch.setattr(
+        offload_longest,
+        "second_call_ms",
+        lambda stack, _: 1.0 if stack.num_layers < 6 else None,
+    )
+    (row,) = offload_longest.longest(stack, ["remat"], "layers", step=2, most=100)
+    assert (row["layers"], row["ms"]) == (4, 1.0)
     # Without room for one, there is no time and no error.
     monkeypatch.setattr(offload_stack, "bytes_limit", lambda: 1)
-    (row,) = offload_longest.longest(stack, [mode], "layers", step=2, most=100)
+    (row,) = offload_longest.longest(stack, ["remat"], "layers", step=2, most=100)
     assert (row["layers"], row["ms"], row["tokens_per_s"]) == (0, None, None)
 
 
