@@ -219,21 +219,19 @@ def main(argv: list[str]) -> int:
         if options.longest:
             is_tokens = options.longest == "tokens"
             modes = (options.modes or "save,remat,ring").split(",")
-            # It takes all memory: nothing can run beside it.
-            with timing.alone():
-                found = longest(
-                    stack,
-                    modes,
-                    options.longest,
-                    step=options.step or (4096 if is_tokens else 4),
-                    most=options.most or (2**19 if is_tokens else 256),
-                )
+            found = longest(
+                stack,
+                modes,
+                options.longest,
+                step=options.step or (4096 if is_tokens else 4),
+                most=options.most or (2**19 if is_tokens else 256),
+            )
         else:
             modes = (options.modes or ",".join(DEFAULT_MODES)).split(",")
             found = measure(stack, modes, rounds=options.rounds, link=link)
         for row in found:
             print(row, flush=True)
-        # After each workload: a later one may not fit.
-        rows += [{**row, **about} for row in found]
-        results.update(options.json, rows, (*results.PLACE, "dtype", "attention"))
+            rows.append({**row, **about})
+            # After each one: what comes later may not fit.
+            results.update(options.json, rows, (*results.PLACE, "dtype", "attention"))
     return 1 if any("differ" in row["note"] for row in rows) else 0

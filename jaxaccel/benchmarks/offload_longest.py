@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxaccel.benchmarks.offload_stack import (
     is_out_of_memory,
     split_mode,
 )
+from pallas_kernels._common import timing
 from pallas_kernels._common.bench import digits
 
 
@@ -102,7 +103,7 @@ class Programs:
 
 def longest(
     stack: Stack, modes: Sequence[str], axis: str, *, step: int, most: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The longest sequence, or the deepest stack, whose gradients one device takes.
 
     Compiled programs, of all modes side by side, tell what the device has room for;
@@ -116,7 +117,7 @@ def longest(
       step: the granularity.
       most: the search ends there.
 
-    Returns:
+    Yields:
       One row a mode: the largest size, its memory, and the time of a second call.
     """
 
@@ -129,17 +130,17 @@ def longest(
         split_mode(name)
     smallest = stack.tokens if axis == "tokens" else stack.num_layers
     programs = [Programs(sized, name) for name in modes]
-    with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
-        sizes = pool.map(lambda of: of.largest(smallest, step, most), programs)
-    rows = []
-    for of, size in zip(programs, sizes, strict=True):
-        ms = second_call_ms(sized(size), of(size)) if size else None
-        while size and ms is None:
-            size -= step
+    # It takes all memory: nothing can run beside it.
+    with timing.alone():
+        with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
+            sizes = pool.map(lambda of: of.largest(smallest, step, most), programs)
+        for of, size in zip(programs, sizes, strict=True):
             ms = second_call_ms(sized(size), of(size)) if size else None
-        found = of(size) if size else Contender(name=of.name)
-        rows.append(
-            {
+            while size and ms is None:
+                size -= step
+                ms = second_call_ms(sized(size), of(size)) if size else None
+            found = of(size) if size else Contender(name=of.name)
+            yield {
                 "op": "offload_longest",
                 "workload": f"most {axis}: {_without(axis, stack)}",
                 "implementation": of.name,
@@ -153,8 +154,6 @@ def longest(
                 "step": step,
                 "note": f"the end of the search, {most}" if size == most else "",
             }
-        )
-    return rows
 
 
 def second_call_ms(stack: Stack, contender: Contender) -> float | None:

@@ -148,6 +148,16 @@ def _exact(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(widened, args)
 
 
+def _exact_types(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `_exact` gives, and where: a table may lie in the host's memory."""
+
+    def at_its_place(exact, a):
+        place = getattr(a, "sharding", None)
+        return jax.ShapeDtypeStruct(exact.shape, exact.dtype, sharding=place)
+
+    return jax.tree.map(at_its_place, jax.eval_shape(_exact, args), args)
+
+
 def check(
     case: Case,
     got: Any,
@@ -238,7 +248,7 @@ def prepare(
         doing = "no reference"
         reference = (
             jax.jit(case.reference)
-            .lower(*jax.eval_shape(_exact, args))
+            .lower(*_exact_types(args))
             .compile(compiler_options=_UNTUNED)
         )
         done("reference")

@@ -77,12 +77,12 @@ def take(
     """Reads one piece at each index.
 
     Args:
-      ref: an array in device memory, contiguous; kernels must not write to it.
+      ref: an array in device or shared memory, contiguous.
       indices: i32[n] for each axis of `ref`, n a multiple of 128, in `index_layout`.
       width: values V from there on along the last axis, all in one row and aligned to
         their size; `None` reads single values.
-      cached: whether reads may go through the cache for what no kernel writes; not for
-        the host's memory.
+      cached: whether reads may go through the cache for what this kernel does not
+        write; not for the host's memory.
       where: bool[n], which pieces are read, `None` for all; 0 stands for the others.
 
     Returns:
@@ -131,7 +131,7 @@ def put(
     """Writes pieces at indices of their own.
 
     Args:
-      ref: an array in device memory, contiguous.
+      ref: an array in device or shared memory, contiguous.
       indices: i32[n] for each axis of `ref`; pieces that are written lie apart.
       values: [n, V] in `layout(V)`, of `ref`'s dtype.
       where: bool[n], which pieces are written.
@@ -204,13 +204,55 @@ def across_warp(numbers: jax.Array, how: str) -> jax.Array:
     return combine(numbers)
 
 
+def across_lanes(pieces: jax.Array, lanes: int) -> jax.Array:
+    """Adds what threads of a warp hold whose numbers are equal modulo `lanes`.
+
+    Args:
+      pieces: f32[128, V] in `layout(V)`.
+      lanes: 1, 2, 4, 8, 16 or 32.
+
+    Returns:
+      f32[128, V]: every thread has the sum, whose order is fixed.
+    """
+    if interpret.is_interpreting():
+        sums = pieces.reshape(-1, WARP // lanes, lanes, pieces.shape[1]).sum(1)
+        wide = jnp.broadcast_to(
+            sums[:, None], (len(sums), WARP // lanes, *sums.shape[1:])
+        )
+        return wide.reshape(pieces.shape)
+    kind = layout(pieces.shape[1])
+
+    @plgpu.inline_mgpu(
+        arg_types=(kind,),
+        return_type=plgpu.ShapeDtypeStruct(pieces.shape, jnp.float32, layout=kind),
+    )
+    def combine(_, array):
+        registers = np.empty_like(array.registers)
+        for place, register in np.ndenumerate(array.registers):
+            for i in range(pieces.shape[1]):
+                value = vector.extract(register, [], [i])
+                value = _butterflies(value, lanes)
+                register = vector.insert(value, register, [], [i])
+            registers[place] = register
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=array.layout, _is_signed=array.is_signed
+        )
+
+    return combine(pieces)
+
+
 def _combined(value: Any, how: str) -> Any:
     """One number of each thread of a warp to one number in all of them."""
     if how != "sum":
         everybody = arith.constant(ir.IntegerType.get_signless(32), 0xFFFFFFFF)
         return mgpu.utils.redux(value, everybody, _WARP_KINDS[how])
+    return _butterflies(value, 1)
+
+
+def _butterflies(value: Any, lanes: int) -> Any:
+    """The sum over the threads of a warp with one number modulo `lanes`."""
     distance = WARP // 2
-    while distance:
+    while distance >= lanes:
         value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
         distance //= 2
     return value
@@ -244,9 +286,9 @@ def _address(memory: Any, index: tuple[Any, ...], kept: Any) -> Any:
         # Rows are counted in 32 bits, what lies in front of them is not.
         offset = arith.muli(offset, arith.constant(i64, size))
         offset = arith.addi(offset, arith.extsi(i64, place))
-    start = llvm.addrspacecast(
-        llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(memory)
-    )
+    start = mgpu.utils.memref_ptr(memory)
+    if not mgpu.utils.is_smem_ref(memory):
+        start = llvm.addrspacecast(llvm.PointerType.get(address_space=1), start)
     return mgpu.utils.getelementptr(start, [offset], kept)
 
 

@@ -15,7 +15,8 @@ from pallas_kernels._common.pieces import PIECE_BYTES, WARPGROUP
 MAX_ROWS = 4  # each has its own sums in registers
 DTYPES = ("bfloat16", "float16")
 PIECE = PIECE_BYTES // 2  # columns that a thread reads at once
-COLUMNS = (8, 16, 32)
+COLUMNS = (8, 16, 32, 64)
+WARPGROUPS = (1, 2, 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,22 +27,29 @@ class Config:
       columns: of a weight that a block multiplies, at most; a weight whose N they do
         not divide is cut into narrower strips.
       burst: rows of a weight that a thread asks for before it waits for the first.
+      warpgroups: of a block, which share the rows.
     """
 
     columns: int = 16
     burst: int = 16
+    warpgroups: int = 1
 
     def __post_init__(self):
         if self.columns not in COLUMNS:
             raise ValueError(
                 f"columns={self.columns}, allowed are {', '.join(map(str, COLUMNS))}"
             )
+        if self.warpgroups not in WARPGROUPS:
+            raise ValueError(
+                f"warpgroups={self.warpgroups}, allowed are "
+                f"{', '.join(map(str, WARPGROUPS))}"
+            )
         if self.burst < 1:
             raise ValueError(f"burst={self.burst}, allowed are positive numbers")
 
 
-# Registers of a thread: for its sums, and for what it has asked for.
-SUMS, LOADS = 64, 128
+LOADS = 64
+"""Registers of a thread for what it has asked for, of the 128 of four warpgroups."""
 
 
 def strip(width: int, columns: int) -> int:
@@ -51,32 +59,30 @@ def strip(width: int, columns: int) -> int:
     return columns
 
 
-def heuristic(
-    *, depth: int, widths: Sequence[int], rows: int, gated: bool, sms: int
-) -> Config:
+def heuristic(*, depth: int, widths: Sequence[int], gated: bool, sms: int) -> Config:
     """The division of sizes that were not measured.
 
     Args:
       depth: K.
       widths: N of each result.
-      rows: M.
       gated: whether a result has two weights.
       sms: of the card.
 
     Returns:
-      The widest strips that leave no SM without one, for they read whole sectors of
-      memory, and whose sums fit the registers; and as many loads in flight as fit
-      beside them.
+      The widest strips that leave no SM without one, for memory is read in rows of
+      them; as many warpgroups as then find room, and loads in flight as fit the
+      registers.
     """
     weights = 2 if gated else 1
     columns = COLUMNS[0]
-    for wider in COLUMNS[1:]:
-        strips = sum(n // strip(n, wider) for n in widths)
-        if strips >= sms and weights * wider * rows <= SUMS:
-            columns = wider
-    registers = weights * columns // 2  # of one row's loads
-    burst = max(1, min(-(-depth // WARPGROUP), LOADS // registers))
-    return Config(columns=columns, burst=burst)
+    strips = sum(n // strip(n, columns) for n in widths)
+    for wider in COLUMNS[1:3]:
+        if (found := sum(n // strip(n, wider) for n in widths)) >= sms:
+            columns, strips = wider, found
+    warpgroups = max((n for n in WARPGROUPS if n * strips <= 4 * sms), default=1)
+    rows_a_step = WARPGROUP * PIECE // columns * warpgroups
+    burst = max(1, min(-(-depth // rows_a_step), LOADS // (4 * weights)))
+    return Config(columns=columns, burst=burst, warpgroups=warpgroups)
 
 
 def table_key(*, depth: int, widths: Sequence[int], rows: int, gated: bool) -> str:
@@ -91,8 +97,8 @@ def pick(
     """The measured division where there is one, else the heuristic's."""
     sizes = {"depth": depth, "widths": widths, "rows": rows, "gated": gated}
     if (found := tuning.lookup("gemv", table_key(**sizes))) is not None:
-        return Config(columns=found["columns"], burst=found["burst"])
-    return heuristic(**sizes, sms=sms)
+        return Config(**{f.name: found[f.name] for f in dataclasses.fields(Config)})
+    return heuristic(depth=depth, widths=widths, gated=gated, sms=sms)
 
 
 def refusal(

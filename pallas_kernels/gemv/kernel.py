@@ -1,10 +1,10 @@
 """Mosaic GPU kernel of `gemv`: each block has a strip of columns, over all of K.
 
-A thread reads 8 columns of every 128th row of its block's strip, many rows ahead, and
-adds them up with the values of x there; the threads' sums are added last. So weights
-go from memory to registers once, no block waits for another one, and sums have one
-order. A strip of 8 columns reads half sectors of memory, but leaves 128 blocks of
-N = 1024: neighbours share the sectors in L2.
+Neighbouring threads have neighbouring pieces of 8 columns, so that a strip's part of a
+row is read at once; a warpgroup reads several rows in a step, many steps ahead,
+straight into registers, and a block's warpgroups share the rows. Sums meet within warps
+first, then in shared memory: weights go from memory to registers once, no block waits
+for another one, and sums have one order.
 
 RMSNorm in front of a product: sum_k x_k s_k w_k / rms is the product of x s with w,
 divided by a number that is known at the end as well.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from pallas_kernels._common import indexed
 from pallas_kernels._common.pieces import WARPGROUP
 from pallas_kernels.attention import tensor_core as tc
 from pallas_kernels.gemv.config import PIECE, Config, strip
+
+
+WARPS = WARPGROUP // indexed.WARP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,32 +87,28 @@ def _vector(plan: Plan, refs: dict[str, Any], at: jax.Array, where: Any) -> Any:
     return plain, [x * scale for x in plain]
 
 
-def _sums(plan: Plan, refs, weights, first: jax.Array, pieces: int) -> Any:
-    """What each thread adds up: by weight, row and piece, and the squares by row."""
-    number = indexed.iota(WARPGROUP)
-    columns = [_everywhere(first + PIECE * j) for j in range(pieces)]
-    zero = functools.partial(tc.full, value=0.0)
+def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any) -> Any:
+    """What each thread adds up: by weight and row the products, by row the squares."""
+    number = indexed.iota(WARPGROUP) // lanes
+    step = WARPGROUP // lanes  # rows of a weight that a warpgroup reads at once
     sums = [
-        zero((WARPGROUP, PIECE), layout=indexed.layout(PIECE))
-        for _ in range(len(weights) * pieces * plan.rows)
+        tc.full((WARPGROUP, PIECE), 0.0, indexed.layout(PIECE))
+        for _ in range(len(weights) * plan.rows)
     ]
     squares = [
-        zero((WARPGROUP,), layout=indexed.index_layout())
+        tc.full((WARPGROUP,), 0.0, indexed.index_layout())
         for _ in range(0 if plan.eps is None else plan.rows)
     ]
 
     def add(carry, begin, steps: int, whole: bool):
-        """The rows from `begin` on, 128 a step."""
+        """`steps` of each warpgroup, from the row `begin` on."""
         sums, squares = (list(x) for x in carry)
-        ats = [number + (begin + s * WARPGROUP) for s in range(steps)]
+        begin = begin + wg * (steps * step)
+        ats = [number + (begin + s * step) for s in range(steps)]
         wheres = [None if whole else at < plan.depth for at in ats]
         # All of them are asked for before the first is used.
         parts = [
-            [
-                indexed.take(w, (at, column), PIECE, where=where)
-                for w in weights
-                for column in columns
-            ]
+            [indexed.take(w, (at, column), PIECE, where=where) for w in weights]
             for at, where in zip(ats, wheres, strict=True)
         ]
         vectors = [_vector(plan, refs, *x) for x in zip(ats, wheres, strict=True)]
@@ -122,7 +122,8 @@ def _sums(plan: Plan, refs, weights, first: jax.Array, pieces: int) -> Any:
                     squares[m] = squares[m] + plain[m] * plain[m]
         return tuple(sums), tuple(squares)
 
-    burst = plan.config.burst * WARPGROUP
+    together = plan.config.warpgroups * step
+    burst = plan.config.burst * together
     full, carry = plan.depth // burst, (tuple(sums), tuple(squares))
     if full > 1:
         carry = lax.fori_loop(
@@ -133,57 +134,77 @@ def _sums(plan: Plan, refs, weights, first: jax.Array, pieces: int) -> Any:
         )
     elif full:
         carry = add(carry, 0, plan.config.burst, True)
-    done = full * burst
-    if steps := (plan.depth - done) // WARPGROUP:
-        carry = add(carry, done, steps, True)
-        done += steps * WARPGROUP
-    if done < plan.depth:
-        carry = add(carry, done, 1, False)
+    left = plan.depth - full * burst
+    if left:
+        steps = -(-left // together)
+        carry = add(carry, full * burst, steps, left == steps * together)
     return carry
 
 
-def _total(plan: Plan, shared: Any, parts: Sequence[jax.Array]) -> jax.Array:
-    """The sum over all threads, [columns], of the pieces that lie side by side."""
-    columns = len(parts) * PIECE
-    strip = shared.at[:, pl.ds(0, columns)]
-    for j, part in enumerate(parts):
-        strip.at[:, pl.ds(j * PIECE, PIECE)][...] = part
-    plgpu.commit_smem()
-    half = WARPGROUP // 2
-    halves = [tc.load_global(strip.at[pl.ds(h * half, half)]) for h in range(2)]
-    return jnp.sum(halves[0] + halves[1], axis=0)
-
-
-def _result(plan: Plan, refs, shared, weights, out, first: Any, pieces: int) -> None:
+def _result(
+    plan: Plan, refs, shared, barrier, weights, out, first: Any, lanes: int
+) -> None:
     """Computes and writes a strip of one result."""
-    sums, squares = _sums(plan, refs, weights, first, pieces)
-    at = pl.ds(first, pieces * PIECE)
-    places = iter(range(len(weights) * plan.rows + len(squares)))
-    for m in range(plan.rows):
-        products = [
-            _total(
-                plan,
-                shared.at[next(places)],
-                [sums[(i * pieces + j) * plan.rows + m] for j in range(pieces)],
+    warpgroups = plan.config.warpgroups
+    wg = lax.axis_index("warpgroup") if warpgroups > 1 else 0
+    thread = indexed.iota(WARPGROUP)
+    lane = thread % lanes * PIECE
+    column = lane + first
+    sums, squares = _sums(plan, refs, weights, column, lanes, wg)
+    parts = [*sums, *(indexed.spread(s, PIECE) for s in squares)]
+    warp = thread // indexed.WARP + wg * WARPS
+    for place, part in enumerate(parts):
+        part = indexed.across_lanes(part, lanes)
+        index = (_everywhere(place), warp, lane)
+        indexed.put(shared, index, part, thread % indexed.WARP < lanes)
+    plgpu.commit_smem()
+    if warpgroups == 1:
+        _write(plan, refs, shared, len(weights), out, thread < lanes, lane, column)
+        return
+    plgpu.barrier_arrive(barrier)
+
+    @pl.when(wg == 0)
+    def _():
+        plgpu.barrier_wait(barrier)
+        _write(plan, refs, shared, len(weights), out, thread < lanes, lane, column)
+
+
+def _write(
+    plan: Plan, refs, shared, weights: int, out, where: Any, lane: Any, column: Any
+) -> None:
+    """Adds up the warps' sums and writes what becomes of them."""
+
+    def total(place):
+        parts = [
+            indexed.take(
+                shared,
+                (_everywhere(place), _everywhere(warp), lane),
+                PIECE,
+                cached=False,
             )
-            for i in range(len(weights))
+            for warp in range(plan.config.warpgroups * WARPS)
         ]
+        return functools.reduce(operator.add, parts)
+
+    for m in range(plan.rows):
+        products = [total(i * plan.rows + m) for i in range(weights)]
         if plan.eps is not None:
             # Every column has the same sum.
-            same = [indexed.spread(squares[m], PIECE)] * pieces
-            square = _total(plan, shared.at[next(places)], same)
+            square = total(weights * plan.rows + m)
             products = [x * lax.rsqrt(square / plan.depth + plan.eps) for x in products]
         y = products[0]
         if plan.gated:
             y = y / (1.0 + jnp.exp(-y)) * products[1]
+        index = (_everywhere(m), column)
         if plan.adds:
-            kept = tc.load_global(refs["residual"].at[m, at], tc.PER_COLUMN)
+            kept = indexed.take(refs["residual"], index, PIECE, where=where)
             y = y + kept.astype(jnp.float32)
-        out.at[m, at][...] = y.astype(out.dtype)
+        indexed.put(out, index, y.astype(out.dtype), where)
 
 
 def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
-    arrays, (*outs, shared) = args[: len(names)], args[len(names) :]
+    arrays, rest = args[: len(names)], args[len(names) :]
+    *outs, shared, barrier = rest if plan.config.warpgroups > 1 else (*rest, None)
     refs = dict(zip(names, arrays, strict=True))
     block, before = lax.axis_index("block"), 0
     each = 2 if plan.gated else 1
@@ -193,7 +214,8 @@ def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
         @pl.when((block >= before) & (block < before + count))
         def _(before=before, columns=columns, weights=weights, out=outs[i]):
             first = (block - before) * columns
-            _result(plan, refs, shared, weights, out, first, columns // PIECE)
+            lanes = columns // PIECE
+            _result(plan, refs, shared, barrier, weights, out, first, lanes)
 
         before += count
 
@@ -226,9 +248,16 @@ def gemv(
         inputs["scale"] = norm_scale
     if residual is not None:
         inputs["residual"] = residual
-    # A place for each sum, so that none is written before another was read.
     each = (2 if swiglu else 1) + (norm_scale is not None)
-    scratch = (plan.rows * each, WARPGROUP, max(plan.strips))
+    scratch: list[Any] = [
+        plgpu.SMEM(
+            (plan.rows * each, config.warpgroups * WARPS, max(plan.strips)), jnp.float32
+        )
+    ]
+    threads: dict[str, Any] = {}
+    if config.warpgroups > 1:
+        scratch.append(plgpu.Barrier(num_arrivals=config.warpgroups))
+        threads = {"num_threads": config.warpgroups, "thread_name": "warpgroup"}
     body: Any = functools.partial(_gemv_kernel, plan=plan, names=tuple(inputs))
     return tuple(
         plgpu.kernel(
@@ -239,7 +268,8 @@ def gemv(
             ),
             grid=(sum(plan.blocks),),
             grid_names=("block",),
-            scratch_types=[plgpu.SMEM(scratch, jnp.float32)],
+            scratch_types=scratch,
+            **threads,
             kernel_name="pk_gemv",
             compiler_params=tc.params(),
         )(*inputs.values())

@@ -56,11 +56,17 @@ def test_every_form_is_the_reference(name):
 
 
 @pytest.mark.parametrize(
-    "change", [Config(columns=8, burst=1), Config(columns=32, burst=2)]
+    "change",
+    [
+        Config(columns=8, burst=1),
+        Config(columns=16, burst=3, warpgroups=4),
+        Config(columns=64, burst=2, warpgroups=2),
+    ],
+    ids=str,
 )
 def test_the_division_does_not_matter(monkeypatch, change):
     """Bursts in a loop, one that is no whole, and strips narrower than asked for."""
-    spec = dataclasses.replace(CI["ci_layer"], depth=420, widths=(64, 40))
+    spec = dataclasses.replace(CI["ci_layer"], depth=420, widths=(128, 40))
     spec = dataclasses.replace(spec, wide=2)
     args = arguments(spec)
     monkeypatch.setattr(config, "pick", lambda **_: change)
@@ -119,30 +125,31 @@ def test_the_kernel_lowers_for_the_card(name):
 
 
 def test_strips_leave_no_sm_without_work():
-    pick = functools.partial(config.heuristic, rows=1, gated=False, sms=132)
-    assert pick(depth=2816, widths=(1024,)).columns == 8
+    pick = functools.partial(config.heuristic, gated=False, sms=132)
+    narrow = pick(depth=2816, widths=(1024,))
+    assert (narrow.columns, narrow.warpgroups) == (8, 4)
     assert pick(depth=1024, widths=(2048, 1024, 8, 8)).columns == 16
-    assert pick(depth=4096, widths=(14336,)).columns == 32
+    wide = pick(depth=4096, widths=(14336,))
+    assert (wide.columns, wide.warpgroups) == (32, 1)
     assert config.strip(40, 32) == 8
     # Few rows are all asked for at once, many in several bursts.
-    assert pick(depth=1024, widths=(1024,)).burst == 8
+    assert pick(depth=1024, widths=(1024,)).burst == 2
     assert pick(depth=14336, widths=(4096,)).burst < 14336 // 128
 
 
 @pytest.mark.parametrize("spec", specs.SPECS, ids=lambda spec: spec.name)
-def test_sums_and_loads_fit_the_registers(spec):
+def test_loads_fit_the_registers_and_fill_them(spec):
     weights = 2 if spec.swiglu else 1
     picked = config.heuristic(
         depth=spec.depth,
         widths=spec.widths[:1] if spec.swiglu else spec.widths,
-        rows=spec.rows,
         gated=spec.swiglu,
         sms=132,
     )
-    sums = weights * picked.columns * spec.rows
-    loads = weights * picked.columns // 2 * picked.burst
-    assert sums + loads <= config.SUMS + config.LOADS
-    assert loads >= min(32, weights * picked.columns // 2 * (spec.depth // 128))
+    loads = weights * 4 * picked.burst
+    assert loads <= config.LOADS
+    reads = 1024 // picked.columns * picked.warpgroups * picked.burst
+    assert loads == config.LOADS or reads >= spec.depth
 
 
 def test_limits_are_named():
@@ -170,11 +177,15 @@ def test_limits_are_named():
                 gemv(*args, implementation="mosaic")
         assert api.choose(x, w).implementation == "xla"
         assert api.choose(x, w, implementation="mosaic").config == Config(
-            columns=8, burst=1
+            columns=8, burst=1, warpgroups=4
         )
     with pytest.raises(NotImplementedError, match="Hopper"):
         gemv(x, w, implementation="mosaic")
-    for change, text in (({"columns": 24}, "columns=24"), ({"burst": 0}, "burst=0")):
+    for change, text in (
+        ({"columns": 24}, "columns=24, allowed are 8, 16, 32, 64"),
+        ({"burst": 0}, "burst=0"),
+        ({"warpgroups": 3}, "warpgroups=3, allowed are 1, 2, 4"),
+    ):
         with pytest.raises(ValueError, match=text):
             Config(**change)
 
