@@ -149,13 +149,14 @@ def _exact(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _exact_types(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `_exact` gives, and where: a table may lie in the host's memory."""
+    """What `_exact` gives, without its values but those that it leaves as they are.
 
-    def at_its_place(exact, a):
-        place = getattr(a, "sharding", None)
-        return jax.ShapeDtypeStruct(exact.shape, exact.dtype, sharding=place)
-
-    return jax.tree.map(at_its_place, jax.eval_shape(_exact, args), args)
+    An array knows its memory, which may be the host's; a type says nothing of it.
+    """
+    return jax.tree.map(
+        lambda exact, a: a if exact.dtype == a.dtype else exact,
+        *(jax.eval_shape(_exact, args), args),
+    )
 
 
 def check(

@@ -69,15 +69,15 @@ def heuristic(*, depth: int, widths: Sequence[int], gated: bool, sms: int) -> Co
       sms: of the card.
 
     Returns:
-      The widest strips that leave no SM without one, for memory is read in rows of
-      them; as many warpgroups as then find room, and loads in flight as fit the
-      registers.
+      The widest strips that leave no more than a third of the SMs without one, for
+      memory is read in rows of them; as many warpgroups as then find room, and loads in
+      flight as fit the registers.
     """
     weights = 2 if gated else 1
     columns = COLUMNS[0]
     strips = sum(n // strip(n, columns) for n in widths)
-    for wider in COLUMNS[1:3]:
-        if (found := sum(n // strip(n, wider) for n in widths)) >= sms:
+    for wider in COLUMNS[1:]:
+        if (found := sum(n // strip(n, wider) for n in widths)) >= 2 * sms // 3:
             columns, strips = wider, found
     warpgroups = max((n for n in WARPGROUPS if n * strips <= 4 * sms), default=1)
     rows_a_step = WARPGROUP * PIECE // columns * warpgroups

@@ -128,9 +128,9 @@ def test_strips_leave_no_sm_without_work():
     pick = functools.partial(config.heuristic, gated=False, sms=132)
     narrow = pick(depth=2816, widths=(1024,))
     assert (narrow.columns, narrow.warpgroups) == (8, 4)
-    assert pick(depth=1024, widths=(2048, 1024, 8, 8)).columns == 16
+    assert pick(depth=1024, widths=(2048, 1024, 8, 8)).columns == 32
     wide = pick(depth=4096, widths=(14336,))
-    assert (wide.columns, wide.warpgroups) == (32, 1)
+    assert (wide.columns, wide.warpgroups) == (64, 2)
     assert config.strip(40, 32) == 8
     # Few rows are all asked for at once, many in several bursts.
     assert pick(depth=1024, widths=(1024,)).burst == 2
