@@ -113,7 +113,7 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
     Args:
       plan: of the launch.
       refs: device memory.
-      shared: "channels" [PREPARED, 2 + vectors, 128], "steps" f32[PREPARED, 3 heads,
+      shared: "channels" [PREPARED, 2 + vectors, 128], "steps" f32[PREPARED, 2 heads,
         128], and "gate", "scale" f32[PREPARED, vectors, 128].
       at: which of the PREPARED places to fill.
       row, group: the item.
@@ -132,6 +132,14 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
         ]
         taps.append(delta._load_vector(refs["bias"].at[span]))
         loaded.append((span, [*window, x], taps))
+    heads = [
+        (refs["dt"][row, h], refs["dt_bias"][h], refs["A_log"][h])
+        for h in (group * plan.group + r for r in range(plan.group))
+    ]
+    gates = [
+        [delta._load_vector(at) for at in (refs["z"].at[row, v], refs["scale"].at[v])]
+        for v in (group * plan.vectors + j for j in range(plan.vectors))
+    ]
     # Everything is on its way before the first value is used.
     for index, (span, inputs, (*taps, bias)) in enumerate(loaded):
         if begins is not None:
@@ -145,20 +153,17 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
         for j in range(last):
             refs["conv"].at[slot, j, span][...] = inputs[j + 1]
     low, high = plan.dt_limit
-    for r in range(plan.group):
-        h = group * plan.group + r
-        step = delta._softplus(refs["dt"][row, h] + refs["dt_bias"][h])
+    for r, (dt, dt_bias, A_log) in enumerate(heads):
+        step = delta._softplus(dt + dt_bias)
         step = jnp.maximum(step, low) if low > 0 else step
         step = jnp.minimum(step, high) if high < math.inf else step
-        decay = jnp.exp(-jnp.exp(refs["A_log"][h]) * step)
-        for i, value in enumerate((decay, step, refs["D"][h])):
+        decay = jnp.exp(-jnp.exp(A_log) * step)
+        for i, value in enumerate((decay, step)):
             shared["steps"].at[at, i * plan.group + r][...] = delta._everywhere(value)
-    for j in range(plan.vectors):
-        vector = group * plan.vectors + j
-        z = delta._load_vector(refs["z"].at[row, vector]).astype(jnp.float32)
+    for j, (z, scale) in enumerate(gates):
+        z = z.astype(jnp.float32)
         shared["gate"].at[at, j][...] = z * delta._sigmoid(z)
-        scale = delta._load_vector(refs["scale"].at[vector]).astype(jnp.float32)
-        shared["scale"].at[at, j][...] = scale
+        shared["scale"].at[at, j][...] = scale.astype(jnp.float32)
     plgpu.commit_smem()
 
 
@@ -178,7 +183,7 @@ def _place_of_head(head: int, p: int, rows: int) -> tuple[int, Any]:
 
 
 def _update_head(
-    plan: Any, shared: dict[str, Any], at, ring, head: int, begins
+    plan: Any, shared: dict[str, Any], at, ring, head: int, skip, begins
 ) -> None:
     """Updates the state of a head in shared memory, and leaves its u.
 
@@ -188,13 +193,12 @@ def _update_head(
       at: the item's place in it.
       ring: [V, N] in shared memory.
       head: of the item.
+      skip: its d.
       begins: whether the state counts as zero, `None` if none do.
     """
     channels, rows = shared["channels"].at[at], plan.part[0]
     b, c = (delta._along(plan, channels.at[j]) for j in (B, C))
-    decay, step, skip = (
-        shared["steps"][at, i * plan.group + head, 0] for i in range(3)
-    )
+    decay, step = (shared["steps"][at, i * plan.group + head, 0] for i in range(2))
     per_row = functools.partial(
         plgpu.load, layout=plan.layout.reduce(1), optimized=False
     )
@@ -241,10 +245,11 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
 
     def head_of_item(done, at, row, group, t, begins):
         tile = done * plan.tiles + t
-        stage = lax.rem(tile, stages)
+        stage, head = lax.rem(tile, stages), w * plan.tiles + t
+        skip = refs["D"][group * plan.group + head]
         plgpu.barrier_wait(shared["full"].at[w, stage])
-        ring, head = shared["ring"].at[w, stage], w * plan.tiles + t
-        _update_head(plan, shared, at, ring, head, begins)
+        ring = shared["ring"].at[w, stage]
+        _update_head(plan, shared, at, ring, head, skip, begins)
         plgpu.commit_smem()
         slot = refs["slots"][row]
         to = refs["state"].at[slot, group * plan.group + head]
@@ -292,7 +297,7 @@ def _scratch(plan: Any) -> dict[str, Any]:
     return {
         **delta.ring_scratch(plan, (HEAD_DIM, STATE_DIM)),
         "channels": plgpu.SMEM((PREPARED, 2 + plan.vectors, VECTOR), plan.dtype),
-        "steps": plgpu.SMEM((PREPARED, 3 * plan.group, VECTOR), jnp.float32),
+        "steps": plgpu.SMEM((PREPARED, 2 * plan.group, VECTOR), jnp.float32),
         "gate": vectors,
         "scale": vectors,
         "gated": vectors,
