@@ -48,21 +48,9 @@ def _store_state(place, staging, out_ref, head, chunk, state):
     plgpu.copy_smem_to_gmem(staging.at[head], to)
 
 
-def _bwd_kernel(
-    sources,
-    skip_ref,
-    entries_ref,
-    d_exits_ref,
-    dx_ref,
-    d_states_ref,
-    d_entries_ref,
-    states_ref,
-    *,
-    ring,
-    plain,
-    staging,
-    shapes,
-):
+def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
+    *starts, dx_ref, d_states_ref, d_entries_ref, states_ref = refs
+    entering, leaving = starts[: len(starts) // 2], starts[len(starts) // 2 :]
     block = lax.axis_index("item")
 
     def in_span(chunk):
@@ -83,7 +71,8 @@ def _bwd_kernel(
                     place, staging["states"], d_states_ref, head, chunk, at_exit
                 )
 
-        def end(head, state):
+        def end(head, state, left):
+            del left
             place.write_end(d_entries_ref, head, state, 0)
 
         run_block(
@@ -92,7 +81,7 @@ def _bwd_kernel(
             BACKWARD.sources(sources, output=True),
             ring,
             place,
-            initial=lambda head: tc.load_global(d_exits_ref.at[place.item(head)]),
+            initial=functools.partial(place.entering, BACKWARD, leaving),
             emit=emit,
             end=end,
             skip_ref=skip_ref,
@@ -116,7 +105,7 @@ def _bwd_kernel(
             FORWARD.sources(sources, output=False),
             memory | plain,
             place,
-            initial=lambda head: tc.load_global(entries_ref.at[place.item(head)]),
+            initial=functools.partial(place.entering, FORWARD, entering),
             emit=emit,
             end=lambda *_: None,
         )
@@ -128,8 +117,8 @@ def chunk_bwd(
     shapes: Shapes,
     sources: dict[str, jax.Array],
     skip: jax.Array,
-    entries: jax.Array,
-    d_exits: jax.Array,
+    starts: tuple[jax.Array, ...],
+    d_starts: tuple[jax.Array, ...],
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Runs the chunks in order for the states, in reverse for their gradients.
 
@@ -137,8 +126,9 @@ def chunk_bwd(
       shapes: sizes of the call.
       sources: b, c [B T, G, N], x, dy [B T, H, V], and gates as `prepare` gives them.
       skip: f32[H], d.
-      entries: f32[B S H, V, N], states that enter the segments.
-      d_exits: f32[B S H, V, N], gradients of those that leave them.
+      starts: as for `chunk_fwd`.
+      d_starts: the same against the order of time: f32[B H, V, N], the gradient of the
+        states that leave the caller's rows, and of several segments where they lead.
 
     Returns:
       What the other gradients need, [B H, T / 128, V, N] of x's dtype each: "states",
@@ -156,7 +146,7 @@ def chunk_bwd(
         functools.partial(_bwd_kernel, shapes=shapes),
         "pk_ssd_bwd",
         {name: sources[name] for name in names},
-        (skip, entries, d_exits),
+        (skip, *starts, *d_starts),
         blocks=2 * shapes.pairs,
         out_type=(
             jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),

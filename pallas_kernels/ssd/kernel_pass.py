@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,35 @@ class Place:
         def _():
             ref.at[row * self.shapes.heads + self.head(index)][...] = state
 
+    def entering(self, way: Way, starts: Sequence[Any], index: Any) -> jax.Array:
+        """The state before a head's first chunk in this segment.
+
+        Args:
+          way: the direction.
+          starts: in device memory the state that the caller's rows begin with and, of
+            several segments, what `segment_ends` gives.
+          index: of the head in the block.
+
+        Returns:
+          f32[V, N].
+        """
+        count = self.shapes.segments
+        row, own = tc.split_index(self.row, count)
+        unit = row * self.shapes.heads + self.head(index)
+        state = tc.load_global(starts[0].at[unit])
+        if count == 1:
+            return state
+        _, ends, through = starts
+
+        def step(i, state):
+            part = count - 2 - i if way.reverse else i
+            # The first segment began with the row's state.
+            state = jnp.where(i == 0, 0.0, state * through[part, unit, 0])
+            return state + tc.load_global(ends.at[part, unit])
+
+        before = count - 1 - own if way.reverse else own
+        return lax.fori_loop(0, before, step, state)
+
     def factors(self, index: Any) -> jax.Array:
         """Where a head is in the table of factors."""
         return self.row * self.shapes.padded_heads + self.head(index)
@@ -235,8 +264,8 @@ def _state_pass(
     head: jax.Array,
     emit: Callable[..., None],
     stages: int,
-) -> jax.Array:
-    """Warpgroup that carries a state; returns it after the last chunk.
+) -> tuple[jax.Array, jax.Array]:
+    """Warpgroup that carries a state.
 
     Args:
       shapes: sizes of the call.
@@ -247,10 +276,14 @@ def _state_pass(
       emit: called in each chunk with its index, the state before it in 16 bits, and
         Y^T or dX^T f32[V, C] if there are scores.
       stages: slots of the ring.
+
+    Returns:
+      The state after the last chunk, and what is left in it of the first one.
     """
     shape = (HEAD_DIM, CHUNK)
 
-    def step(i, state):
+    def step(i, carry):
+        state, left = carry
         slot = lax.rem(i, jnp.int32(stages))
         plgpu.barrier_wait(ring["full"].at[slot])
         gates = ring["gates"].at[slot, head]
@@ -263,9 +296,9 @@ def _state_pass(
             read = read * tc.per_column(way.reading(gates), shape)
         weighed = tc.load(values).astype(jnp.float32)
         weighed = weighed * tc.per_column(way.writing(gates), shape)
-        kept = state * gates[Gate.ENTER, CHUNK - 1]
+        across = gates[Gate.ENTER, CHUNK - 1]
         sums: list[Any] = [
-            (kept, (weighed.astype(shapes.dtype), ring[way.write].at[slot]))
+            (state * across, (weighed.astype(shapes.dtype), ring[way.write].at[slot]))
         ]
         if read is not None:
             plgpu.barrier_wait(ring["mixed"].at[slot])
@@ -275,9 +308,9 @@ def _state_pass(
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring["free"].at[slot])
         emit(way.chunk(shapes, i), before, *out)
-        return state
+        return state, left * across
 
-    return lax.fori_loop(0, shapes.chunks, step, state)
+    return lax.fori_loop(0, shapes.chunks, step, (state, jnp.float32(1.0)))
 
 
 def run_block(
@@ -289,7 +322,7 @@ def run_block(
     *,
     initial: Callable[[jax.Array], jax.Array],
     emit: Callable[..., None],
-    end: Callable[[jax.Array, jax.Array], None],
+    end: Callable[[jax.Array, jax.Array, jax.Array], None],
     skip_ref: Any = None,
     stages: int = STAGES,
 ) -> None:
@@ -299,7 +332,7 @@ def run_block(
       shapes, way, sources, ring, place, stages: as for `_feed`.
       initial: head of the block -> f32[V, N] before the first chunk.
       emit: head of the block, then what `_state_pass` gives.
-      end: called with the head of the block and its state after the last chunk.
+      end: called with the head of the block and what `_state_pass` returns.
       skip_ref: f32[H] in device memory, d; for the output alone.
     """
     hw.check_registers(REGISTERS)
@@ -320,7 +353,7 @@ def run_block(
     @pl.when(warpgroup < HEADS)
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        state = _state_pass(
+        found = _state_pass(
             shapes,
             way,
             ring,
@@ -329,7 +362,7 @@ def run_block(
             functools.partial(emit, warpgroup),
             stages,
         )
-        end(warpgroup, state)
+        end(warpgroup, *found)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -372,10 +405,9 @@ def store_output(staging: Any, out_ref: Any, out: jax.Array, dtype: Any) -> None
     plgpu.copy_smem_to_gmem(staging, out_ref)
 
 
-def _fwd_kernel(
-    sources, skip_ref, initial_ref, out_ref, last_ref, *, ring, staging, shapes, config
-):
+def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, config):
     """Writes Y and the final state; `sources` has b, c, x and gates."""
+    *starts, out_ref, last_ref = refs
     place = Place(shapes, lax.axis_index("item"))
 
     def emit(head, chunk, before, out):
@@ -384,7 +416,8 @@ def _fwd_kernel(
         to = out_ref.at[place.tokens(chunk), place.head(head)]
         store_output(staging.at[head], to, out, shapes.dtype)
 
-    def end(head, state):
+    def end(head, state, left):
+        del left
         place.write_end(last_ref, head, state, shapes.segments - 1)
 
     run_block(
@@ -393,7 +426,7 @@ def _fwd_kernel(
         sources,
         ring,
         place,
-        initial=lambda head: tc.load_global(initial_ref.at[place.item(head)]),
+        initial=functools.partial(place.entering, FORWARD, starts),
         emit=emit,
         end=end,
         skip_ref=skip_ref,
@@ -408,7 +441,7 @@ def chunk_fwd(
     config: Config,
     sources: dict[str, jax.Array],
     skip: jax.Array,
-    initial_state: jax.Array,
+    starts: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the chunks in order.
 
@@ -417,7 +450,8 @@ def chunk_fwd(
       config: launch parameters.
       sources: b, c [B T, G, N], x [B T, H, V], and gates as `prepare` gives them.
       skip: f32[H], d.
-      initial_state: f32[B S H, V, N], of each segment.
+      starts: f32[B H, V, N], the state that enters the caller's rows, and, of several
+        segments, what `segment_ends` gives.
 
     Returns:
       y [B T, H, V] of x's dtype, final state f32[B H, V, N] of the caller's rows.
@@ -427,7 +461,7 @@ def chunk_fwd(
         functools.partial(_fwd_kernel, shapes=shapes, config=config),
         "pk_ssd_fwd",
         sources,
-        (skip, initial_state),
+        (skip, *starts),
         blocks=shapes.pairs,
         out_type=(
             jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),
@@ -442,7 +476,9 @@ def chunk_fwd(
     )
 
 
-def _ends_kernel(sources, start_ref, out_ref, *, ring, shapes, way, start_part):
+def _ends_kernel(
+    sources, start_ref, out_ref, through_ref, *, ring, shapes, way, start_part
+):
     part, unit = tc.split_index(lax.axis_index("item"), shapes.pairs // shapes.segments)
     row, at = tc.split_index(unit, shapes.heads // HEADS)
     # All segments but the last in its direction, whose end nobody asks for.
@@ -454,8 +490,11 @@ def _ends_kernel(sources, start_ref, out_ref, *, ring, shapes, way, start_part):
         is_first = (part == start_part).astype(jnp.float32)
         return tc.load_global(start_ref.at[unit * HEADS + head]) * is_first
 
-    def end(head, state):
-        out_ref.at[lax.axis_index("item") * HEADS + head][...] = state
+    def end(head, state, left):
+        item = lax.axis_index("item") * HEADS + head
+        out_ref.at[item][...] = state
+        left = plgpu.layout_cast(jnp.full((CHUNK,), left, jnp.float32), tc.PER_ROW)
+        through_ref.at[item][...] = left
 
     run_block(
         shapes,
@@ -474,7 +513,7 @@ def _ends_kernel(sources, start_ref, out_ref, *, ring, shapes, way, start_part):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def segment_ends(
     shapes: Shapes, way: Way, sources: dict[str, jax.Array], start: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Where segments lead: the first in its direction from `start`, others from zero.
 
     Args:
@@ -486,19 +525,24 @@ def segment_ends(
         the one that leaves them.
 
     Returns:
-      f32[S - 1, B H, V, N], in the order of time: of all segments but the last in the
-      direction.
+      f32[S - 1, B H, V, N], in the order of time, of all segments but the last in the
+      direction; and f32[S - 1, B H, C], in each of C places what is left in it of the
+      state that enters the segment.
     """
     sources = way.sources(sources, output=False)
     parts, units = shapes.segments - 1, start.shape[0]
     start_part = parts - 1 if way.reverse else 0
-    (out,) = launch(
+    count = parts * units
+    ends, through = launch(
         functools.partial(_ends_kernel, shapes=shapes, way=way, start_part=start_part),
         "pk_ssd_entry_gradients" if way.reverse else "pk_ssd_summary",
         sources,
         (start,),
-        blocks=parts * units // HEADS,
-        out_type=(jax.ShapeDtypeStruct((parts * units, *STATE_SHAPE), jnp.float32),),
+        blocks=count // HEADS,
+        out_type=(
+            jax.ShapeDtypeStruct((count, *STATE_SHAPE), jnp.float32),
+            jax.ShapeDtypeStruct((count, CHUNK), jnp.float32),
+        ),
         scratch={"ring": ring_scratch(shapes, sources, 4, output=False)},
     )
-    return out.reshape(parts, units, *STATE_SHAPE)
+    return tuple(x.reshape(parts, units, *x.shape[1:]) for x in (ends, through))

@@ -2,9 +2,10 @@
 
 The table is that of the gated delta rule (`Gate`), with the step size as the writing
 strength. Its sums run over the tokens of a document in a chunk, each made of its own
-terms of one sign. They are the same tokens in all heads, so a warpgroup has a chunk of
+terms of one sign. They are the same tokens in all heads, so a block has a chunk of
 64 heads and multiplies a matrix of zeros and ones with their log decays, which it cuts
-into three numbers of 16 bits each, so that no bit of them is lost.
+into three numbers of 16 bits each, so that no bit of them is lost. Two warpgroups share
+a block's table: one has the sums from documents' starts, one those to the chunk's exit.
 """
 
 from __future__ import annotations
@@ -27,48 +28,62 @@ from pallas_kernels.ssd.config_mosaic import HEAD_TILE, Shapes
 PARTS = 3  # bf16 numbers of 8 bits each that an f32 number is the sum of
 
 
+# What each of the two warpgroups makes, neighbours in the table.
+FROM_START, TO_EXIT = (Gate.TOTAL, Gate.ENTER), (Gate.LEAVE, Gate.BETA, Gate.START)
+
+
 def _prepare_kernel(
-    g_ref, step_ref, start_ref, gates_ref, *, parts, ones, staging, shapes: Shapes
+    g_ref, step_ref, start_ref, gates_ref, *, parts, cut, ones, staging, shapes: Shapes
 ):
     tiles = shapes.padded_heads // HEAD_TILE
     block, tile = tc.split_index(lax.axis_index("block"), tiles)
     row, chunk = tc.split_index(block, shapes.chunks)
     inside = pl.ds(chunk * CHUNK, CHUNK)
     here = (pl.ds(block * CHUNK, CHUNK), pl.ds(tile * HEAD_TILE, HEAD_TILE))
-    rest = tc.load_global(g_ref.at[here])  # [C, 64 heads]
-    for i in range(PARTS):
-        part = rest.astype(jnp.bfloat16)
-        parts.at[i][...] = part
-        rest = rest - part.astype(jnp.float32)
-    plgpu.commit_smem()
+    items = pl.ds((row * tiles + tile) * HEAD_TILE, HEAD_TILE)
     later, earlier = tc.square_indices(CHUNK)
     start = tc.load_global(start_ref.at[row, inside], tc.PER_ROW)
     begin = tc.per_row(start, SQUARE)
+    warpgroup = lax.axis_index("warpgroup")
 
     def summed(tokens: jax.Array) -> jax.Array:
         # Not from registers: half of these are known to the compiler, and ptxas 13.0 to
         # 13.2 sets a register of a constant only after the products that read it.
-        ones[...] = jnp.where(tokens, 1.0, 0.0).astype(jnp.bfloat16)
+        own = ones.at[warpgroup]
+        own[...] = jnp.where(tokens, 1.0, 0.0).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        return tc.mma(*((ones, parts.at[i]) for i in range(PARTS)))
+        return tc.mma(*((own, parts.at[i]) for i in range(PARTS)))
 
-    # A document's first token has nothing to decay, hence ">" and not ">=".
-    total = summed((earlier <= later) & (earlier > begin))
-    remaining = summed(earlier > later)
-    last_start = start_ref[row, chunk * CHUNK + (CHUNK - 1)]
-    table = {
-        Gate.TOTAL: total,
-        Gate.ENTER: jnp.where(begin < 0, jnp.exp2(total), 0.0),
-        Gate.LEAVE: jnp.where(begin == last_start, jnp.exp2(remaining), 0.0),
-        Gate.BETA: tc.load_global(step_ref.at[here]),
-        Gate.START: begin.astype(jnp.float32),
-    }
-    for gate, value in table.items():
-        tc.store_transposed(staging.at[:, int(gate)], value)
-    plgpu.commit_smem()
-    items = pl.ds((row * tiles + tile) * HEAD_TILE, HEAD_TILE)
-    plgpu.copy_smem_to_gmem(staging, gates_ref.at[items, chunk])
-    plgpu.wait_smem_to_gmem(0)
+    def write(gates: tuple[Gate, ...], values: tuple[jax.Array, ...]) -> None:
+        own = staging[gates[0].name]
+        for i, value in enumerate(values):
+            tc.store_transposed(own.at[:, i], value)
+        plgpu.commit_smem()
+        to = gates_ref.at[items, chunk, pl.ds(gates[0], len(gates))]
+        plgpu.copy_smem_to_gmem(own, to)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        rest = tc.load_global(g_ref.at[here])  # [C, 64 heads]
+        for i in range(PARTS):
+            part = rest.astype(jnp.bfloat16)
+            parts.at[i][...] = part
+            rest = rest - part.astype(jnp.float32)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cut)
+        # A document's first token has nothing to decay, hence ">" and not ">=".
+        total = summed((earlier <= later) & (earlier > begin))
+        write(FROM_START, (total, jnp.where(begin < 0, jnp.exp2(total), 0.0)))
+
+    @pl.when(warpgroup == 1)
+    def _():
+        step = tc.load_global(step_ref.at[here])
+        last_start = start_ref[row, chunk * CHUNK + (CHUNK - 1)]
+        plgpu.barrier_wait(cut)
+        remaining = summed(earlier > later)
+        leave = jnp.where(begin == last_start, jnp.exp2(remaining), 0.0)
+        write(TO_EXIT, (leave, step, begin.astype(jnp.float32)))
 
 
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
@@ -89,8 +104,12 @@ def prepare(
     """
     scratch: dict[str, Any] = {
         "parts": tc.operand(PARTS, CHUNK, HEAD_TILE, dtype=jnp.bfloat16),
-        "ones": tc.operand(*SQUARE, dtype=jnp.bfloat16),
-        "staging": plgpu.SMEM((HEAD_TILE, len(Gate), CHUNK), jnp.float32),
+        "cut": plgpu.Barrier(num_arrivals=1),
+        "ones": tc.operand(2, *SQUARE, dtype=jnp.bfloat16),
+        "staging": {
+            gates[0].name: plgpu.SMEM((HEAD_TILE, len(gates), CHUNK), jnp.float32)
+            for gates in (FROM_START, TO_EXIT)
+        },
     }
     hw.check_smem(tc.shared_bytes(scratch), "pk_ssd_prepare")
     items = shapes.batch * shapes.padded_heads
@@ -101,7 +120,7 @@ def prepare(
         ),
         grid=(items // HEAD_TILE * shapes.chunks,),
         grid_names=("block",),
-        num_threads=1,
+        num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_ssd_prepare",

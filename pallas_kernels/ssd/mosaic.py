@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.gated_delta_rule import tables
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY, Gate
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY
 from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
 from pallas_kernels.ssd.config_mosaic import (
     SPAN,
@@ -22,7 +22,13 @@ from pallas_kernels.ssd.config_mosaic import (
 )
 from pallas_kernels.ssd.kernel_bwd import chunk_bwd
 from pallas_kernels.ssd.kernel_grads import chunk_grads
-from pallas_kernels.ssd.kernel_pass import BACKWARD, FORWARD, chunk_fwd, segment_ends
+from pallas_kernels.ssd.kernel_pass import (
+    BACKWARD,
+    FORWARD,
+    Way,
+    chunk_fwd,
+    segment_ends,
+)
 from pallas_kernels.ssd.kernel_prepare import prepare
 
 
@@ -37,47 +43,13 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _through(shapes: Shapes, gates: jax.Array) -> jax.Array:
-    """What is left of a state after each segment, f32[S, B H]."""
-    across = jnp.prod(gates[:, :, Gate.ENTER, CHUNK - 1], axis=1)
-    across = across.reshape(-1, shapes.segments, shapes.padded_heads)
-    across = across[:, :, : shapes.heads]
-    return jnp.moveaxis(across, 1, 0).reshape(shapes.segments, -1)
-
-
-def _merge(shapes: Shapes, states: list[jax.Array]) -> jax.Array:
-    """f32[B H, V, N] of each segment to [B S H, V, N], segments as rows."""
-    by_row = [x.reshape(-1, shapes.heads, *x.shape[1:]) for x in states]
-    return _flat(_flat(jnp.stack(by_row, axis=1)))
-
-
-def _entries(
-    shapes: Shapes, sources: dict[str, jax.Array], state: jax.Array
-) -> jax.Array:
-    """The states that enter the segments, f32[B S H, V, N], from those of the rows."""
+def _starts(
+    shapes: Shapes, way: Way, sources: dict[str, jax.Array], start: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What `Place.entering` finds the states in that enter the segments."""
     if shapes.segments == 1:
-        return state
-    ends = segment_ends(shapes, FORWARD, sources, state)
-    through = _through(shapes, sources["gates"])[:, :, None, None]
-    states = [state, ends[0]]
-    for segment in range(1, shapes.segments - 1):
-        states.append(through[segment] * states[-1] + ends[segment])
-    return checkpoint_name(_merge(shapes, states), "ssd_segments")
-
-
-def _exit_gradients(
-    shapes: Shapes, sources: dict[str, jax.Array], d_last: jax.Array
-) -> jax.Array:
-    """Gradients of the states that leave the segments, f32[B S H, V, N]."""
-    if shapes.segments == 1:
-        return d_last
-    ends = segment_ends(shapes, BACKWARD, sources, d_last)
-    through = _through(shapes, sources["gates"])[:, :, None, None]
-    # ends[i] is of segment i + 1, and what leaves segment i enters that one.
-    states = [d_last, ends[-1]]
-    for segment in range(shapes.segments - 2, 0, -1):
-        states.append(through[segment] * states[-1] + ends[segment - 1])
-    return _merge(shapes, states[::-1])
+        return (start,)
+    return (start, *segment_ends(shapes, way, sources, start))
 
 
 def _by_token(shapes: Shapes, x: jax.Array) -> jax.Array:
@@ -95,20 +67,21 @@ def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, st
     gates = prepare(shapes, _table_of(shapes, g2), _table_of(shapes, step), start)
     gates = checkpoint_name(gates, "ssd_gates")
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
-    entries = _entries(shapes, sources, _flat(state))
-    y, last = chunk_fwd(shapes, config, sources, d, entries)
-    saved = (x, g, b, c, d, gates, entries)
+    starts = _starts(shapes, FORWARD, sources, _flat(state))
+    starts = tuple(checkpoint_name(x, "ssd_segments") for x in starts)
+    y, last = chunk_fwd(shapes, config, sources, d, starts)
+    saved = (x, g, b, c, d, gates, starts)
     return (y.reshape(x.shape), last.reshape(state.shape)), saved
 
 
 def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
     del config
-    x, g, b, c, d, gates, entries = saved
+    x, g, b, c, d, gates, starts = saved
     dy, d_last = cotangents
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "dy": _flat(dy)}
     sources["gates"] = gates
-    d_exits = _exit_gradients(shapes, sources, _flat(d_last))
-    between, dx, d_entries = chunk_bwd(shapes, sources, d, entries, d_exits)
+    d_starts = _starts(shapes, BACKWARD, sources, _flat(d_last))
+    between, dx, d_entries = chunk_bwd(shapes, sources, d, starts, d_starts)
     grads = chunk_grads(shapes, sources | between)
     # The floor of g is a constant there.
     dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
