@@ -11,6 +11,7 @@ are taken from the array as a whole, and written one piece after the other.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -161,6 +162,53 @@ def put(
                 scf.yield_([])
 
     write(ref, values, where, *indices)
+
+
+def prefetch(ref: Any, part: Any, parts: int) -> None:
+    """Asks for a warpgroup's part of an array in device memory to be in L2.
+
+    Nothing waits for it. A launch that reads the array next finds it there, or on its
+    way, instead of asking for it after the pause between two launches.
+
+    Args:
+      ref: contiguous, of a multiple of 16 bytes.
+      part: i32, which of `parts` equal parts.
+      parts: how many there are.
+    """
+    if interpret.is_interpreting():
+        return
+    units = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // PIECE_BYTES
+    stretch = -(-units // (parts * WARPGROUP))  # of a thread
+    begin = (iota(WARPGROUP) + part * WARPGROUP) * stretch
+    left = jnp.minimum(units - begin, stretch)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), index_layout(), index_layout()))
+    def ask(_, memory, begins, lefts):
+        i8, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 64))
+        start = llvm.addrspacecast(
+            llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(memory)
+        )
+        for begin, left in _indices((begins, lefts)):
+            none = arith.constant(left.type, 0)
+            branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sgt, left, none))
+            with ir.InsertionPoint(branch.then_block):
+                size = arith.constant(left.type, PIECE_BYTES)
+                offset = arith.muli(
+                    arith.extsi(i64, begin), arith.constant(i64, PIECE_BYTES)
+                )
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [
+                        mgpu.utils.getelementptr(start, [offset], i8),
+                        arith.muli(left, size),
+                    ],
+                    "cp.async.bulk.prefetch.L2.global [$0], $1;",
+                    "l,r",
+                    has_side_effects=True,
+                )
+                scf.yield_([])
+
+    ask(ref, begin, left)
 
 
 def across_warp(numbers: jax.Array, how: str) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels._common import hw, interpret
 from pallas_kernels._common.dispatch import Choice, Implementation, select
 from pallas_kernels._common.forward_only import forward_only
+from pallas_kernels._common.pieces import PIECE_BYTES
 from pallas_kernels.gemv import config as configs
 from pallas_kernels.gemv import reference, xla
 
@@ -132,6 +133,7 @@ def gemv(
     eps: float = 1e-6,
     swiglu: bool = False,
     residual: jax.Array | None = None,
+    prefetch: Sequence[jax.Array] = (),
     out_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -151,6 +153,9 @@ def gemv(
       eps: added to the mean square.
       swiglu: whether the weights are the gate and the up projection of one result.
       residual: [M, N], added to the one result.
+      prefetch: what the next launch reads, such as its weights, of multiples of 16
+        bytes. The kernel has it brought into L2 when it has read its own weights, and
+        memory does not idle between the launches. Changes no result.
       out_dtype: of the results, x.dtype by default; one, or one for each result.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
@@ -175,6 +180,13 @@ def gemv(
     choice = choose(
         x, weights, out_dtype=out_dtype, implementation=implementation, **options
     )
+    for array in prefetch:
+        if array.size * array.dtype.itemsize % PIECE_BYTES:
+            raise ValueError(
+                f"prefetch has {array.dtype}{list(array.shape)}, expected multiples of "
+                f"{PIECE_BYTES} bytes"
+            )
+    options["prefetch"] = tuple(prefetch)
     listed = _listed(weights)
     results = 1 if swiglu else len(listed)
     options["out_dtypes"] = _dtypes(x, results, out_dtype)

@@ -142,7 +142,7 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
 
 
 def _result(
-    plan: Plan, refs, shared, barrier, weights, out, first: Any, lanes: int
+    plan: Plan, refs, ahead, shared, barrier, weights, out, first: Any, lanes: int
 ) -> None:
     """Computes and writes a strip of one result."""
     warpgroups = plan.config.warpgroups
@@ -158,6 +158,11 @@ def _result(
         index = (_everywhere(place), warp, lane)
         indexed.put(shared, index, part, thread % indexed.WARP < lanes)
     plgpu.commit_smem()
+    # Memory would be idle from here to the loads of the next launch.
+    block = lax.axis_index("block")
+    for ref in ahead:
+        parts = sum(plan.blocks) * warpgroups
+        indexed.prefetch(ref, block * warpgroups + wg, parts)
     if warpgroups == 1:
         _write(plan, refs, shared, len(weights), out, thread < lanes, lane, column)
         return
@@ -206,6 +211,7 @@ def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
     arrays, rest = args[: len(names)], args[len(names) :]
     *outs, shared, barrier = rest if plan.config.warpgroups > 1 else (*rest, None)
     refs = dict(zip(names, arrays, strict=True))
+    ahead = [ref for name, ref in refs.items() if name.startswith("ahead")]
     block, before = lax.axis_index("block"), 0
     each = 2 if plan.gated else 1
     for i, (count, columns) in enumerate(zip(plan.blocks, plan.strips, strict=True)):
@@ -215,7 +221,7 @@ def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
         def _(before=before, columns=columns, weights=weights, out=outs[i]):
             first = (block - before) * columns
             lanes = columns // PIECE
-            _result(plan, refs, shared, barrier, weights, out, first, lanes)
+            _result(plan, refs, ahead, shared, barrier, weights, out, first, lanes)
 
         before += count
 
@@ -230,6 +236,7 @@ def gemv(
     eps: float,
     swiglu: bool,
     residual: jax.Array | None,
+    prefetch: Sequence[jax.Array],
     out_dtypes: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; see `api.gemv`, results as in `reference.gemv`."""
@@ -248,6 +255,7 @@ def gemv(
         inputs["scale"] = norm_scale
     if residual is not None:
         inputs["residual"] = residual
+    inputs |= {f"ahead{i}": array for i, array in enumerate(prefetch)}
     each = (2 if swiglu else 1) + (norm_scale is not None)
     scratch: list[Any] = [
         plgpu.SMEM(

@@ -77,6 +77,41 @@ def test_the_division_does_not_matter(monkeypatch, change):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "xla", "reference"])
+def test_what_is_fetched_ahead_changes_no_result(implementation):
+    spec = CI["ci_down"]
+    x, weights, _, residual = arguments(spec)
+    call = functools.partial(
+        *(gemv, x, weights), residual=residual, implementation=implementation
+    )
+    ahead = jnp.full((3, 8), jnp.nan, jnp.bfloat16)
+    with interpreted():
+        for a, b in zip(call(prefetch=(ahead,)), call(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        with pytest.raises(ValueError, match=r"prefetch has bfloat16\[3, 7\]"):
+            call(prefetch=(ahead[:, :7],))
+
+
+def test_it_is_fetched_by_all_blocks():
+    """Each thread of each block asks for one stretch of it."""
+    spec = CI["ci_down"]
+    x, weights, _, residual = jax.eval_shape(spec.arguments, jax.random.key(0))
+    ahead = jax.ShapeDtypeStruct((264, 1024), jnp.bfloat16)
+
+    def run(x, weights, residual, *ahead):
+        return gemv(
+            *(x, weights), residual=residual, prefetch=ahead, implementation="mosaic"
+        )
+
+    def text(*ahead):
+        with hw.assume():
+            traced = jax.jit(run).trace(x, weights, residual, *ahead)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert text(ahead).count("cp.async.bulk.prefetch.L2") == 1
+    assert "cp.async.bulk.prefetch.L2" not in text()
+
+
 def test_a_row_knows_nothing_of_the_others():
     spec = dataclasses.replace(CI["ci_swiglu"], depth=136, widths=(16, 16))
     x, *rest = arguments(spec)
