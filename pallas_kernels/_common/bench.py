@@ -427,8 +427,15 @@ def _row(case, limits, picked, name, ours, peer, theirs, cache) -> dict[str, Any
         "peer_timer": peer_time.timer if peer_time else None,
         "cache": cache,
         "picked": picked,
+        "kernels": _kernels(time),
         "note": "; ".join(filter(None, notes)),
     }
+
+
+def _kernels(time: timing.Timing | None) -> dict[str, float]:
+    """Milliseconds by kernel; of one kernel they are those of the row."""
+    found = {} if time is None else time.kernels
+    return {n: digits(ms, 3) for n, ms in found.items()} if len(found) > 1 else {}
 
 
 def digits(value: float, count: int = 4) -> float:

@@ -19,6 +19,9 @@ import jax.numpy as jnp
 # Overwritten between cold runs; several times any card's L2.
 FLUSH_BYTES = 256 * 1024**2
 
+# Name and milliseconds of a launch.
+Kernel = tuple[str, float]
+
 # Names a file that processes sharing a card take turns with.
 DEVICE_LOCK = "PALLAS_KERNELS_DEVICE_LOCK"
 
@@ -31,11 +34,14 @@ class Timing:
       ms: median over the runs, milliseconds.
       timer: "cupti" (time on the device) or "host" (many launches in a row, divided).
       cache: "warm" (the same inputs again) or "cold" (L2 overwritten before).
+      kernels: milliseconds of each kernel by name, launches of one name together; empty
+        where the timer does not see kernels.
     """
 
     ms: float
     timer: str
     cache: str
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def takes_turns() -> bool:
@@ -102,8 +108,7 @@ def _warm(fn, args, runs) -> Timing:
     with _recorded() as kernels:
         for _ in range(runs):
             jax.block_until_ready(fn(*args))
-    per_run = _per_run(kernels, runs)
-    return Timing(ms=statistics.median(map(sum, per_run)), timer="cupti", cache="warm")
+    return _timing(_per_run(kernels, runs), "warm")
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -121,13 +126,23 @@ def _cold(fn, args, runs) -> Timing:
         for _ in range(runs):
             buffer = jax.block_until_ready(_flush(buffer))
             jax.block_until_ready(fn(*args))
-    per_run = [run[of_flush:] for run in _per_run(kernels, runs)]
-    return Timing(ms=statistics.median(map(sum, per_run)), timer="cupti", cache="cold")
+    return _timing([run[of_flush:] for run in _per_run(kernels, runs)], "cold")
+
+
+def _timing(per_run: list[list[Kernel]], cache: str) -> Timing:
+    """Medians over runs of the same launches."""
+    total = statistics.median(sum(ms for _, ms in run) for run in per_run)
+    kernels: dict[str, float] = {}
+    for launches in zip(*per_run, strict=True):
+        name = launches[0][0]
+        ms = statistics.median(ms for _, ms in launches)
+        kernels[name] = kernels.get(name, 0.0) + ms
+    return Timing(ms=total, timer="cupti", cache=cache, kernels=kernels)
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[list[float]]:
-    """Fills the list with the milliseconds of each kernel launched inside.
+def _recorded() -> Iterator[list[Kernel]]:
+    """Fills the list with name and milliseconds of each kernel launched inside.
 
     `mosaic.gpu.profiler.measure` calls its function once more before it starts, which
     would warm the cache, so its two primitives are used here.
@@ -137,7 +152,7 @@ def _recorded() -> Iterator[list[float]]:
     except ImportError as error:
         raise TimerUnavailable(str(error)) from error
     extension = mosaic_gpu._mosaic_gpu_ext
-    kernels: list[float] = []
+    kernels: list[Kernel] = []
     try:
         extension._cupti_init()
     except RuntimeError as error:  # another profiler holds the one subscription
@@ -145,10 +160,10 @@ def _recorded() -> Iterator[list[float]]:
     try:
         yield kernels
     finally:
-        kernels.extend(ms for _, ms in extension._cupti_get_timings(True))
+        kernels.extend(extension._cupti_get_timings(True))
 
 
-def _per_run(kernels: list[float], runs: int) -> list[list[float]]:
+def _per_run(kernels: list[Kernel], runs: int) -> list[list[Kernel]]:
     if not kernels or len(kernels) % runs:
         raise TimerUnavailable(f"{len(kernels)} kernels were seen in {runs} runs")
     each = len(kernels) // runs

@@ -358,8 +358,14 @@ def test_a_tables_file_and_its_readme_agree():
 
 
 def test_kernel_times_are_split_evenly_or_not_at_all():
-    assert timing._per_run([1.0, 2.0, 3.0, 4.0], 2) == [[1.0, 2.0], [3.0, 4.0]]
-    for kernels in ([], [1.0, 2.0, 3.0]):
+    seen = [("a", 1.0), ("b", 2.0), ("a", 4.0)]
+    later = [(name, ms + 2.0) for name, ms in seen]
+    runs = timing._per_run([*seen, *later], 2)
+    assert runs == [seen, later]
+    found = timing._timing(runs, "warm")
+    assert found.ms == pytest.approx(10.0)  # between 7 and 13
+    assert found.kernels == {"a": 7.0, "b": 3.0}
+    for kernels in ([], [*seen, *later, *seen]):
         with pytest.raises(timing.TimerUnavailable):
             timing._per_run(kernels, 2)
 
