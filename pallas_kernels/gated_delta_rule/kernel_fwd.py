@@ -49,12 +49,15 @@ from pallas_kernels.gated_delta_rule.config_mosaic import (
 )
 
 
-def decay_matrix(gates: Any, index: tuple[jax.Array, jax.Array]) -> jax.Array:
+def decay_matrix(
+    gates: Any, index: tuple[jax.Array, jax.Array], *, to_itself: bool = True
+) -> jax.Array:
     """G: the decay from after token j to after token i, zero between documents.
 
     Args:
       gates: shared memory f32[len(Gate), C].
       index: row and column index of each element.
+      to_itself: whether the diagonal is 1, or 0.
 
     Returns:
       f32[C, C], rows i and columns j.
@@ -63,7 +66,8 @@ def decay_matrix(gates: Any, index: tuple[jax.Array, jax.Array]) -> jax.Array:
     later = tc.per_row(tc.load(gates.at[Gate.TOTAL], tc.PER_ROW), SQUARE)
     earlier = tc.per_column(tc.load(gates.at[Gate.TOTAL], tc.PER_COLUMN), SQUARE)
     start = tc.load(gates.at[Gate.START], tc.PER_ROW).astype(jnp.int32)
-    same = (column <= row) & (column >= tc.per_row(start, SQUARE))
+    before = column <= row if to_itself else column < row
+    same = before & (column >= tc.per_row(start, SQUARE))
     # Masked before exp2: above the diagonal the difference is positive.
     return jnp.exp2(jnp.where(same, later - earlier, -1e30))
 

@@ -12,12 +12,11 @@ and G as in `kernel_pass`, a chunk's own S and dS, and rows i and columns j of [
 
     dtotal = rowsum Z - colsum Z + rowsum(C o diag(enter) dY S)
              - rowsum(B o diag(leave s) X dS)
-    dg_j = sum of dtotal_i over i >= j of j's document, and, if that document reaches
-           the chunk's exit, sum(B o diag(leave s) X dS) + across <dS, S>
+    dexit = rowsum(B o diag(leave s) X dS) + across <dS, S>, a row of V in each place
 
 so T is multiplied once for all heads of a group, and dB and dC are summed over them in
-registers, in one fixed order. Z without its diagonal, whose row and column sums cancel,
-keeps dg precise under strong decay.
+registers, in one fixed order. `kernel_steps` makes dg of dtotal and dexit. Z without
+its diagonal, whose row and column sums cancel, keeps dg precise under strong decay.
 
 **States inside a span.** The first chunk of a span has S at hand and takes dS back
 through the second one; the second has dS and takes S on through the first one. Either
@@ -25,8 +24,8 @@ costs a product with a chunk "beside", and halves what crosses device memory for
 
 **Who works.** Blocks stay and work through chunk after chunk. Two warpgroups have half
 of the N columns each, of S, dS, B, C, dB and dC, and move the states. A third has what
-is summed over pairs of tokens, and makes ds, dg and dd from sums per token that the two
-leave in a table. The fourth copies ahead, also into the next chunk.
+is summed over pairs of tokens, and adds to it sums per token that the two leave in a
+table. The fourth copies ahead, also into the next chunk.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
 from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
-from pallas_kernels.gated_delta_rule.kernel_grads import (
-    document_bounds,
-    launch_grads,
-)
+from pallas_kernels.gated_delta_rule.kernel_grads import launch_grads
 from pallas_kernels.ssd.config_mosaic import SPAN, STATE_DIM, Shapes
 
 
@@ -59,10 +55,10 @@ KEYS = ("b", "c")
 VALUES = ("x", "dy")
 EDGES = ("states", "d_states")
 HERE, BESIDE = 0, 1  # places of gates
-# Rows of the table of sums per token, one for each warpgroup with columns, and two of
+# Rows of the table of sums per token, one for each warpgroup with columns, and one of
 # the third one's own.
-TOTAL, EXIT, STEP, TO_ROWS, TO_STEPS = 0, 2, 4, 6, 7
-SUMS = 8
+TOTAL, EXIT, STEP, TO_STEPS = 0, 2, 4, 6
+SUMS = 7
 # For a head: its values and those beside, gates here and beside, halves of two states.
 HEAD_COPIES = len(VALUES) + 1 + 2 + 2 * len(EDGES)
 
@@ -91,6 +87,11 @@ class _Turn:
 
     def tokens_beside(self) -> Any:
         return pl.ds(self.beside(self.token_chunk) * CHUNK, CHUNK)
+
+    def factors(self, member: jax.Array) -> jax.Array:
+        """Where a head of the group is in tables of `padded_heads`."""
+        head, _ = self.head(member)
+        return self.row * self.shapes.padded_heads + head
 
     def head(self, member: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The head, and its index over the rows."""
@@ -157,7 +158,7 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
             plgpu.barrier_wait(smem["free"].at[slot])
 
         gates = smem["gates"].at[slot]
-        factors = place.row * shapes.padded_heads + head
+        factors = place.factors(member)
         for at, chunk in ((HERE, place.chunk), (BESIDE, place.beside(place.chunk))):
             plgpu.copy_gmem_to_smem(
                 sources["gates"].at[factors, chunk], gates.at[at], full
@@ -323,42 +324,15 @@ def _columns(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _decay_gradient(
-    gates: Any,
-    tokens: Any,
-    index: tuple[jax.Array, jax.Array],
-    d_total: jax.Array,
-    at_exit: jax.Array,
-) -> jax.Array:
-    """dg of each token.
-
-    Args:
-      gates: f32[len(Gate), C] in shared memory.
-      tokens: f32[C] in shared memory, 0 to C - 1.
-      index: row and column index of each element of [C, C].
-      d_total: `PER_COLUMN`, gradient of the sum of decays up to each token.
-      at_exit: `PER_COLUMN`, its sum is the gradient of the sum up to the chunk's exit.
-
-    Returns:
-      f32[C], `PER_ROW`.
-    """
-    row, column = index
-    starts, last_start = document_bounds(gates)
-    later = (row <= column) & (row > tc.per_column(starts, SQUARE))
-    terms = jnp.sum(jnp.where(later, tc.per_column(d_total, SQUARE), 0.0), axis=1)
-    exits = jnp.sum(tc.per_column(at_exit, SQUARE), axis=1)
-    token = tc.load(tokens, tc.PER_ROW)
-    return terms + jnp.where(token > last_start.astype(jnp.float32), exits, 0.0)
-
-
 def _diagonal(index: tuple[jax.Array, jax.Array], square: jax.Array) -> jax.Array:
     """The diagonal of f32[C, C], `PER_ROW`."""
     return jnp.sum(jnp.where(index[0] == index[1], square, 0.0), axis=1)
 
 
 def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
-    """Warpgroup for what is summed over pairs of tokens, and for ds, dg and dd."""
+    """Warpgroup for what is summed over pairs of tokens, and for sums per token."""
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
+    no_own = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), tc.PER_ROW)
     row, column = tc.square_indices(CHUNK)
     index = row, column
 
@@ -366,55 +340,53 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         b, c = (smem[name].at[_parity(turn)] for name in KEYS)
         return tc.mma(*((c.at[i], b.at[i].T) for i in range(2)))
 
-    def head_step(place, turn, own, member, pairs):
+    def head_step(place, turn, own_product, member, carry):
+        pairs, own_pairs = carry
         at = _parity(turn * shapes.group + member)
         plgpu.barrier_wait(smem["full"].at[at])
         gates, table = smem["gates"].at[at, HERE], smem["sums"].at[at]
-        _, item = place.head(member)
+        item = place.factors(member)
 
         def write(name, value):
             outputs[name].at[item, place.inside][...] = value
 
-        def step():
-            return tc.load(gates.at[Gate.BETA], tc.PER_COLUMN)
+        def step(layout):
+            return tc.load(gates.at[Gate.BETA], layout)
+
+        def load(first: int) -> jax.Array:
+            halves = (tc.load(table.at[first + i], tc.PER_ROW) for i in range(2))
+            return sum(halves, start=jnp.float32(0.0))
 
         d_scores = tc.mma((smem["dy"].at[at], smem["x"].at[at].T))
-        on_diagonal = _diagonal(index, d_scores)
-        write("dd", on_diagonal)
-        d_scores = d_scores * decay_matrix(gates, index)
-        pairs = pairs + d_scores * tc.per_column(step(), SQUARE)
+        own = _diagonal(index, d_scores)
+        write("dd", own)
+        own_pairs = own_pairs + own * step(tc.PER_ROW)
+        # Without the diagonal, in which nothing decays.
+        d_scores = d_scores * decay_matrix(gates, index, to_itself=False)
+        pairs = pairs + d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE)
         # Multiplied again for each head: registers are scarcer than products.
         d_scores = d_scores * products(turn)
-        d_scores = jnp.where(row == column, 0.0, d_scores)
         table.at[TO_STEPS][...] = jnp.sum(d_scores, axis=0)
-        to_rows = jnp.sum(d_scores * tc.per_column(step(), SQUARE), axis=1)
-        table.at[TO_ROWS][...] = to_rows
+        d_scores = d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE)
+        to_rows = jnp.sum(d_scores, axis=1)
         plgpu.commit_smem()
         plgpu.barrier_wait(smem["summed"].at[at])
-
-        def load(first: int, layout: Any) -> jax.Array:
-            return tc.load(table.at[first], layout) + tc.load(
-                table.at[first + 1], layout
-            )
-
-        d_step = load(STEP, tc.PER_ROW) + tc.load(table.at[TO_STEPS], tc.PER_ROW)
-        write("dstep", d_step + on_diagonal * own)
-        to_steps = tc.load(table.at[TO_STEPS], tc.PER_COLUMN)
-        d_total = load(TOTAL, tc.PER_COLUMN) - to_steps * step()
-        d_total = d_total + tc.load(table.at[TO_ROWS], tc.PER_COLUMN)
-        at_exit = load(EXIT, tc.PER_COLUMN)
-        write("dg", _decay_gradient(gates, smem["tokens"], index, d_total, at_exit))
+        to_steps = tc.load(table.at[TO_STEPS], tc.PER_ROW)
+        write("dstep", load(STEP) + to_steps + own * own_product)
+        write("d_total", load(TOTAL) + to_rows - to_steps * step(tc.PER_ROW))
+        write("exits", load(EXIT))
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["free"].at[at])
-        return pairs
+        return pairs, own_pairs
 
     def turn_step(turn, carry):
         place = _Turn(shapes, turn)
         plgpu.barrier_wait(smem["keys_full"].at[_parity(turn)])
         # The decay from a token to itself is 1 in every head.
-        own = _diagonal(index, products(turn))
-        step = functools.partial(head_step, place, turn, own)
-        pairs = lax.fori_loop(0, shapes.group, step, zeros)
+        own_product = _diagonal(index, products(turn))
+        step = functools.partial(head_step, place, turn, own_product)
+        pairs, own = lax.fori_loop(0, shapes.group, step, (zeros, no_own))
+        pairs = jnp.where(row == column, tc.per_row(own, SQUARE), pairs)
 
         @pl.when(turn > 0)
         def _():
@@ -425,10 +397,6 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         plgpu.barrier_arrive(smem["pairs_full"])
         return carry
 
-    smem["tokens"][...] = plgpu.broadcasted_iota(
-        jnp.int32, (CHUNK,), 0, layout=tc.PER_ROW
-    ).astype(jnp.float32)
-    plgpu.commit_smem()
     lax.fori_loop(0, turns, turn_step, None)
     plgpu.barrier_wait(smem["pairs_free"])
 
@@ -465,7 +433,6 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         "pairs": tiles(),
         "gates": plgpu.SMEM((2, 2, len(Gate), CHUNK), jnp.float32),
         "sums": plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
-        "tokens": plgpu.SMEM((CHUNK,), jnp.float32),
         "keys_full": plgpu.Barrier(num_arrivals=2 * len(KEYS), num_barriers=2),
         "keys_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "beside_full": plgpu.Barrier(num_arrivals=2),
@@ -489,14 +456,18 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
         [B H, T / 128, V, N]; gates f32[B H', T / C, len(Gate), C].
 
     Returns:
-      db, dc like b; dstep, dg (of natural logarithms) and dd, what each token adds to
-      the skip's gradient, f32[B H, T].
+      db, dc like b; and f32[B H', T]: dstep; "d_total" and "exits", gradients of the
+      sums of natural log decays from a document's start to each token and to the
+      chunk's exit; and "dd", what each token adds to the skip's gradient. Heads behind
+      H are not written.
     """
     names = (*KEYS, *VALUES, *EDGES, "gates")
     keys = jax.ShapeDtypeStruct(sources["b"].shape, shapes.dtype)
-    per_token = jax.ShapeDtypeStruct((shapes.items, shapes.time), jnp.float32)
+    per_token = jax.ShapeDtypeStruct(
+        (shapes.batch * shapes.padded_heads, shapes.time), jnp.float32
+    )
     out_type = dict.fromkeys(("db", "dc"), keys)
-    out_type |= dict.fromkeys(("dstep", "dg", "dd"), per_token)
+    out_type |= dict.fromkeys(("dstep", "d_total", "exits", "dd"), per_token)
     scratch = _scratch(shapes)
     return launch_grads(
         functools.partial(_grads_kernel, shapes=shapes),

@@ -28,12 +28,29 @@ from pallas_kernels.ssd.config_mosaic import HEAD_TILE, Shapes
 PARTS = 3  # bf16 numbers of 8 bits each that an f32 number is the sum of
 
 
+def cut(value: jax.Array, parts: Any) -> None:
+    """Writes an f32 matrix as `PARTS` of bf16 that it is the sum of."""
+    for i in range(PARTS):
+        part = value.astype(jnp.bfloat16)
+        parts.at[i][...] = part
+        value = value - part.astype(jnp.float32)
+
+
 # What each of the two warpgroups makes, neighbours in the table.
 FROM_START, TO_EXIT = (Gate.TOTAL, Gate.ENTER), (Gate.LEAVE, Gate.BETA, Gate.START)
 
 
 def _prepare_kernel(
-    g_ref, step_ref, start_ref, gates_ref, *, parts, cut, ones, staging, shapes: Shapes
+    g_ref,
+    step_ref,
+    start_ref,
+    gates_ref,
+    *,
+    parts,
+    ready,
+    ones,
+    staging,
+    shapes: Shapes,
 ):
     tiles = shapes.padded_heads // HEAD_TILE
     block, tile = tc.split_index(lax.axis_index("block"), tiles)
@@ -65,13 +82,9 @@ def _prepare_kernel(
 
     @pl.when(warpgroup == 0)
     def _():
-        rest = tc.load_global(g_ref.at[here])  # [C, 64 heads]
-        for i in range(PARTS):
-            part = rest.astype(jnp.bfloat16)
-            parts.at[i][...] = part
-            rest = rest - part.astype(jnp.float32)
+        cut(tc.load_global(g_ref.at[here]), parts)  # [C, 64 heads]
         plgpu.commit_smem()
-        plgpu.barrier_arrive(cut)
+        plgpu.barrier_arrive(ready)
         # A document's first token has nothing to decay, hence ">" and not ">=".
         total = summed((earlier <= later) & (earlier > begin))
         write(FROM_START, (total, jnp.where(begin < 0, jnp.exp2(total), 0.0)))
@@ -80,7 +93,7 @@ def _prepare_kernel(
     def _():
         step = tc.load_global(step_ref.at[here])
         last_start = start_ref[row, chunk * CHUNK + (CHUNK - 1)]
-        plgpu.barrier_wait(cut)
+        plgpu.barrier_wait(ready)
         remaining = summed(earlier > later)
         leave = jnp.where(begin == last_start, jnp.exp2(remaining), 0.0)
         write(TO_EXIT, (leave, step, begin.astype(jnp.float32)))
@@ -104,7 +117,7 @@ def prepare(
     """
     scratch: dict[str, Any] = {
         "parts": tc.operand(PARTS, CHUNK, HEAD_TILE, dtype=jnp.bfloat16),
-        "cut": plgpu.Barrier(num_arrivals=1),
+        "ready": plgpu.Barrier(num_arrivals=1),
         "ones": tc.operand(2, *SQUARE, dtype=jnp.bfloat16),
         "staging": {
             gates[0].name: plgpu.SMEM((HEAD_TILE, len(gates), CHUNK), jnp.float32)

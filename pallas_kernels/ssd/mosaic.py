@@ -30,6 +30,7 @@ from pallas_kernels.ssd.kernel_pass import (
     segment_ends,
 )
 from pallas_kernels.ssd.kernel_prepare import prepare
+from pallas_kernels.ssd.kernel_steps import step_gradients
 
 
 def _table_of(shapes: Shapes, x: jax.Array) -> jax.Array:
@@ -50,11 +51,6 @@ def _starts(
     if shapes.segments == 1:
         return (start,)
     return (start, *segment_ends(shapes, way, sources, start))
-
-
-def _by_token(shapes: Shapes, x: jax.Array) -> jax.Array:
-    """[B H, T] to [B, T, H]."""
-    return jnp.swapaxes(x.reshape(shapes.batch, shapes.heads, shapes.time), 1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -83,12 +79,17 @@ def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
     d_starts = _starts(shapes, BACKWARD, sources, _flat(d_last))
     between, dx, d_entries = chunk_bwd(shapes, sources, d, starts, d_starts)
     grads = chunk_grads(shapes, sources | between)
+    dstep, dg = (
+        z[:, : shapes.heads].reshape(g.shape)
+        for z in step_gradients(shapes, grads, gates)
+    )
     # The floor of g is a constant there.
-    dg = jnp.where(g < MIN_LOG_DECAY, 0.0, _by_token(shapes, grads["dg"]))
-    dd = jnp.sum(grads["dd"].reshape(shapes.batch, shapes.heads, -1), axis=(0, 2))
+    dg = jnp.where(g < MIN_LOG_DECAY, 0.0, dg)
+    by_head = grads["dd"].reshape(shapes.batch, shapes.padded_heads, -1)
+    dd = jnp.sum(by_head[:, : shapes.heads], axis=(0, 2))
     return (
         dx.reshape(x.shape),
-        _by_token(shapes, grads["dstep"]),
+        dstep,
         dg,
         grads["db"].reshape(b.shape),
         grads["dc"].reshape(c.shape),

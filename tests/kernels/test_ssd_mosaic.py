@@ -144,18 +144,25 @@ def test_masks_are_multiplied_from_shared_memory():
     """In registers their constants are lost: ptxas 13.0 to 13.2 sets one of them only
     after the products that read it, and neither the interpreter nor lowering shows it.
     """
-    from pallas_kernels.ssd import kernel_prepare
+    from pallas_kernels.ssd import kernel_prepare, kernel_steps
 
     x, _, _, b, *_ = arguments(time=2 * CHUNK)
     shapes = shapes_of(x, b)
     table = jax.ShapeDtypeStruct((2 * CHUNK, shapes.padded_heads), jnp.float32)
     start = jax.ShapeDtypeStruct((1, 2 * CHUNK), jnp.int32)
+    by_head = jax.ShapeDtypeStruct((shapes.padded_heads, 2 * CHUNK), jnp.float32)
+    grads = dict.fromkeys((*kernel_steps.SUMMED, "dstep"), by_head)
+    gates = (shapes.padded_heads, 2, len(Gate), CHUNK)
+    gates = jax.ShapeDtypeStruct(gates, jnp.float32)
     with hw.assume():
-        prepare = functools.partial(kernel_prepare.prepare, shapes)
-        traced = jax.make_jaxpr(prepare)(table, table, start)
-    operands = list(_left_operands(traced.jaxpr))
-    assert len(operands) == 2 * kernel_prepare.PARTS
-    assert all(str(x).startswith("Ref<smem>") for x in operands), operands
+        for kernel, args in (
+            (kernel_prepare.prepare, (table, table, start)),
+            (kernel_steps.step_gradients, (grads, gates)),
+        ):
+            traced = jax.make_jaxpr(functools.partial(kernel, shapes))(*args)
+            operands = list(_left_operands(traced.jaxpr))
+            assert len(operands) == 2 * kernel_prepare.PARTS
+            assert all(str(x).startswith("Ref<smem>") for x in operands), operands
 
 
 @pytest.mark.parametrize(
@@ -352,8 +359,16 @@ def test_layers_of_equal_sizes_share_their_kernels():
         return jnp.sum(x.astype(jnp.float32))
 
     text = lowered(jax.grad(three_layers, argnums=range(7)), *args)
-    assert len(re.findall("custom_call @mosaic_gpu", text)) == 6
-    for name in ("prepare", "summary", "fwd", "entry_gradients", "bwd", "grads"):
+    assert len(re.findall("custom_call @mosaic_gpu", text)) == 7
+    for name in (
+        "prepare",
+        "summary",
+        "fwd",
+        "entry_gradients",
+        "bwd",
+        "grads",
+        "steps",
+    ):
         assert f"pk_ssd_{name}" in text
 
 
