@@ -93,6 +93,10 @@ class Programs:
             print(f"{self.name} {size}: {needs} {found.note}", file=sys.stderr)
         return self._compiled[size]
 
+    def forget(self) -> None:
+        """Gives the programs' memory back."""
+        self._compiled.clear()
+
     def largest(self, smallest: int, step: int, most: int) -> int:
         """The largest size that the device has room for, as compiled; nothing runs."""
         first, limit = smallest, bytes_limit()
@@ -135,11 +139,17 @@ def longest(
         with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
             sizes = pool.map(lambda of: of.largest(smallest, step, most), programs)
         for of, size in zip(programs, sizes, strict=True):
+            compiled_size, note = size, ""
             ms = second_call_ms(sized(size), of(size)) if size else None
             while size and ms is None:
                 size -= step
                 ms = second_call_ms(sized(size), of(size)) if size else None
+            if size < compiled_size:
+                note = f"{compiled_size} fitted as compiled and ran out of memory"
+            elif size == most:
+                note = f"the end of the search, {most}"
             found = of(size) if size else Contender(name=of.name)
+            of.forget()
             yield {
                 "op": "offload_longest",
                 "workload": f"most {axis}: {_without(axis, stack)}",
@@ -152,7 +162,7 @@ def longest(
                 "host_gib": digits(found.host_bytes / 2**30, 5),
                 "attention": stack.attention,
                 "step": step,
-                "note": f"the end of the search, {most}" if size == most else "",
+                "note": note,
             }
 
 

@@ -184,6 +184,7 @@ def test_the_deepest_stack_is_what_the_limit_has_room_for(monkeypatch):
     )
     (row,) = offload_longest.longest(stack, ["remat"], "layers", step=2, most=100)
     assert (row["layers"], row["ms"]) == (4, 1.0)
+    assert row["note"] == "6 fitted as compiled and ran out of memory"
     # Without room for one, there is no time and no error.
     monkeypatch.setattr(offload_stack, "bytes_limit", lambda: 1)
     (row,) = offload_longest.longest(stack, ["remat"], "layers", step=2, most=100)
