@@ -1,4 +1,4 @@
-"""Reads and writes in device memory at addresses of each thread's own.
+"""Reads and writes in device or shared memory at addresses of each thread's own.
 
 `plgpu.load` moves a tile: one corner, and strides from there on. A gather has an
 address for each row, and a row of 160 bytes is too short to keep a warpgroup or a bulk
@@ -164,6 +164,22 @@ def put(
     write(ref, values, where, *indices)
 
 
+def stretch(thread: Any, units: int, threads: int) -> tuple[Any, Any]:
+    """Shares out units among threads.
+
+    Args:
+      thread: which one.
+      units: how many there are.
+      threads: that share them.
+
+    Returns:
+      First unit of the thread, and how many it has; for none, 0 or less.
+    """
+    length = -(-units // threads)
+    begin = thread * length
+    return begin, jnp.minimum(units - begin, length)
+
+
 def prefetch(ref: Any, part: Any, parts: int) -> None:
     """Asks for a warpgroup's part of an array in device memory to be in L2.
 
@@ -178,9 +194,8 @@ def prefetch(ref: Any, part: Any, parts: int) -> None:
     if interpret.is_interpreting():
         return
     units = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // PIECE_BYTES
-    stretch = -(-units // (parts * WARPGROUP))  # of a thread
-    begin = (iota(WARPGROUP) + part * WARPGROUP) * stretch
-    left = jnp.minimum(units - begin, stretch)
+    thread = iota(WARPGROUP) + part * WARPGROUP
+    begin, left = stretch(thread, units, parts * WARPGROUP)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), index_layout(), index_layout()))
     def ask(_, memory, begins, lefts):
@@ -354,7 +369,9 @@ def _load(
     kind = ir.VectorType.get((length,), moved)
 
     def load():
-        return llvm.load(kind, _address(memory, index, moved), invariant=cached)
+        # What lies in shared memory was written by this kernel.
+        constant = cached and not mgpu.utils.is_smem_ref(memory)
+        return llvm.load(kind, _address(memory, index, moved), invariant=constant)
 
     if flag is None:
         value = load()

@@ -35,7 +35,7 @@ class Timing:
       timer: "cupti" (time on the device) or "host" (many launches in a row, divided).
       cache: "warm" (the same inputs again) or "cold" (L2 overwritten before).
       kernels: milliseconds of each kernel by name, launches of one name together; empty
-        where the timer does not see kernels.
+        where the timer does not see kernels, or not in the same order in every run.
     """
 
     ms: float
@@ -135,6 +135,9 @@ def _timing(per_run: list[list[Kernel]], cache: str) -> Timing:
     kernels: dict[str, float] = {}
     for launches in zip(*per_run, strict=True):
         name = launches[0][0]
+        if any(other != name for other, _ in launches):
+            kernels = {}  # in another order nothing tells which is which
+            break
         ms = statistics.median(ms for _, ms in launches)
         kernels[name] = kernels.get(name, 0.0) + ms
     return Timing(ms=total, timer="cupti", cache=cache, kernels=kernels)

@@ -133,7 +133,7 @@ def gemv(
     eps: float = 1e-6,
     swiglu: bool = False,
     residual: jax.Array | None = None,
-    prefetch: Sequence[jax.Array] = (),
+    prefetch: jax.Array | Sequence[jax.Array] = (),
     out_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -153,9 +153,11 @@ def gemv(
       eps: added to the mean square.
       swiglu: whether the weights are the gate and the up projection of one result.
       residual: [M, N], added to the one result.
-      prefetch: what the next launch reads, such as its weights, of multiples of 16
-        bytes. The kernel has it brought into L2 when it has read its own weights, and
-        memory does not idle between the launches. Changes no result.
+      prefetch: what the next launch reads, such as its weights, an array or several of
+        multiples of 16 bytes. The kernel has it brought into L2 when it has read its
+        own weights, and memory does not idle between the launches. Changes no result.
+        It must be an array as a whole: a slice of one is copied first. More than L2
+        holds drives itself out.
       out_dtype: of the results, x.dtype by default; one, or one for each result.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
@@ -180,6 +182,7 @@ def gemv(
     choice = choose(
         x, weights, out_dtype=out_dtype, implementation=implementation, **options
     )
+    prefetch = _listed(prefetch)
     for array in prefetch:
         if array.size * array.dtype.itemsize % PIECE_BYTES:
             raise ValueError(

@@ -48,8 +48,8 @@ class Config:
             raise ValueError(f"burst={self.burst}, allowed are positive numbers")
 
 
-LOADS = 64
-"""Registers of a thread for what it has asked for, of the 128 of four warpgroups."""
+REGISTERS = 88
+"""Of a thread, for its sums and what it has asked for, of 128 with four warpgroups."""
 
 
 def strip(width: int, columns: int) -> int:
@@ -59,19 +59,22 @@ def strip(width: int, columns: int) -> int:
     return columns
 
 
-def heuristic(*, depth: int, widths: Sequence[int], gated: bool, sms: int) -> Config:
+def heuristic(
+    *, depth: int, widths: Sequence[int], rows: int, gated: bool, sms: int
+) -> Config:
     """The division of sizes that were not measured.
 
     Args:
       depth: K.
       widths: N of each result.
+      rows: M.
       gated: whether a result has two weights.
       sms: of the card.
 
     Returns:
       The widest strips that leave no more than a third of the SMs without one, for
-      memory is read in rows of them; as many warpgroups as then find room, and loads in
-      flight as fit the registers.
+      memory is read in rows of them; as many warpgroups as then find room, and as many
+      loads in flight as the registers have room for.
     """
     weights = 2 if gated else 1
     columns = COLUMNS[0]
@@ -81,8 +84,19 @@ def heuristic(*, depth: int, widths: Sequence[int], gated: bool, sms: int) -> Co
             columns, strips = wider, found
     warpgroups = max((n for n in WARPGROUPS if n * strips <= 4 * sms), default=1)
     rows_a_step = WARPGROUP * PIECE // columns * warpgroups
-    burst = max(1, min(-(-depth // rows_a_step), LOADS // (4 * weights)))
+    most = (REGISTERS - sums(rows, weights)) // loads(rows, weights)
+    burst = max(1, min(-(-depth // rows_a_step), most))
     return Config(columns=columns, burst=burst, warpgroups=warpgroups)
+
+
+def sums(rows: int, weights: int) -> int:
+    """Registers of a thread that adds up M rows of x with its piece of each weight."""
+    return PIECE * rows * weights
+
+
+def loads(rows: int, weights: int) -> int:
+    """Registers of a thread for what it asks for in one row of the weights."""
+    return PIECE_BYTES // 4 * weights + rows
 
 
 def table_key(*, depth: int, widths: Sequence[int], rows: int, gated: bool) -> str:
@@ -98,7 +112,7 @@ def pick(
     sizes = {"depth": depth, "widths": widths, "rows": rows, "gated": gated}
     if (found := tuning.lookup("gemv", table_key(**sizes))) is not None:
         return Config(**{f.name: found[f.name] for f in dataclasses.fields(Config)})
-    return heuristic(depth=depth, widths=widths, gated=gated, sms=sms)
+    return heuristic(**sizes, sms=sms)
 
 
 def refusal(

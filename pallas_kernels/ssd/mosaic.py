@@ -63,8 +63,8 @@ def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, st
     gates = prepare(shapes, _table_of(shapes, g2), _table_of(shapes, step), start)
     gates = checkpoint_name(gates, "ssd_gates")
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
-    starts = _starts(shapes, FORWARD, sources, _flat(state))
-    starts = tuple(checkpoint_name(x, "ssd_segments") for x in starts)
+    first, *ends = _starts(shapes, FORWARD, sources, _flat(state))
+    starts = (first, *(checkpoint_name(x, "ssd_segments") for x in ends))
     y, last = chunk_fwd(shapes, config, sources, d, starts)
     saved = (x, g, b, c, d, gates, starts)
     return (y.reshape(x.shape), last.reshape(state.shape)), saved

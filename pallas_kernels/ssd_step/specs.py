@@ -176,9 +176,7 @@ def minimal_bytes(spec: Spec) -> int:
 
 # Tilings worth measuring, with --peers NAME,...
 VARIANTS: dict[str, Config] = {
-    f"part{part}_threads{threads}": Config(
-        part=part, row_threads=threads, auto_barriers=False
-    )
+    f"part{part}_threads{threads}": Config(part=part, row_threads=threads)
     for part, threads in ((16, 8), (32, 8), (64, 8), (32, 16))
 }
 

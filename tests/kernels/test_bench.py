@@ -365,6 +365,7 @@ def test_kernel_times_are_split_evenly_or_not_at_all():
     found = timing._timing(runs, "warm")
     assert found.ms == pytest.approx(10.0)  # between 7 and 13
     assert found.kernels == {"a": 7.0, "b": 3.0}
+    assert timing._timing([seen, [*later[1:], later[0]]], "warm").kernels == {}
     for kernels in ([], [*seen, *later, *seen]):
         with pytest.raises(timing.TimerUnavailable):
             timing._per_run(kernels, 2)

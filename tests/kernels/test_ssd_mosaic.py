@@ -21,6 +21,7 @@ from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
     STATE_DIM,
     Config,
+    Shapes,
     plan_segments,
     shapes_of,
 )
@@ -163,6 +164,49 @@ def test_masks_are_multiplied_from_shared_memory():
             operands = list(_left_operands(traced.jaxpr))
             assert len(operands) == 2 * kernel_prepare.PARTS
             assert all(str(x).startswith("Ref<smem>") for x in operands), operands
+
+
+def test_tables_of_many_heads_are_those_of_each():
+    """Two tiles of heads and two rows; heads behind the last one may hold anything."""
+    from pallas_kernels.ssd import kernel_prepare, kernel_steps
+
+    heads, padded = 66, 128
+    shapes = Shapes(
+        batch=2, time=2 * CHUNK, heads=heads, groups=1, dtype=jnp.dtype("bfloat16")
+    )
+    assert shapes.padded_heads == padded
+    rng = np.random.default_rng(0)
+    is_first = first(2, 2 * CHUNK, (0, 5), (1, CHUNK), (1, 2 * CHUNK - 1))
+    starts = np.asarray(document_starts(is_first, CHUNK)).reshape(2, 2, CHUNK)
+    by_token = [rng.normal(size=(4 * CHUNK, padded)).astype(np.float32) for _ in "gs"]
+    names = (*kernel_steps.SUMMED, "dstep")
+    grads = {n: rng.normal(size=(2, padded, 2, CHUNK)) for n in names}
+    for array in grads.values():
+        array[:, heads:] = np.nan
+    flat = {
+        n: a.reshape(2 * padded, 2 * CHUNK).astype(np.float32) for n, a in grads.items()
+    }
+    with interpreted():
+        table = jit(kernel_prepare.prepare, static_argnums=0)(
+            *(shapes, -abs(by_token[0]), by_token[1], starts.reshape(2, -1))
+        )
+        found = jit(kernel_steps.step_gradients, static_argnums=0)(shapes, flat, table)
+    table = np.asarray(table).reshape(2, padded, 2, len(Gate), CHUNK)
+    step = by_token[1].reshape(2, 2, CHUNK, padded).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(table[:, :, :, Gate.BETA], step)
+    dstep, dg = (
+        np.asarray(x).reshape(2, 2, CHUNK, padded)[..., :heads].transpose(0, 3, 1, 2)
+        for x in found
+    )
+    grads = {n: a[:, :heads].astype(np.float32) for n, a in grads.items()}
+    np.testing.assert_array_equal(dstep, grads["dstep"])
+    begin = starts[:, None, :, None, :]  # of the token that is summed
+    token, other = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None]
+    later = (token <= other) & (token > begin)
+    reaches = token[:, 0] > starts[:, None, :, -1:]
+    want = (later * grads["d_total"][..., None, :]).sum(-1)
+    want += reaches * grads["exits"].sum(-1, keepdims=True)
+    np.testing.assert_allclose(dg, want, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,7 @@ def test_the_kernel_is_the_recurrence(name):
 
 def test_another_tiling_is_the_recurrence():
     args = arguments(KERNEL, 5)
-    tiling = Config(
-        warpgroups=1, stages=3, part=16, row_threads=16, auto_barriers=False
-    )
+    tiling = Config(warpgroups=1, stages=3, part=16, row_threads=16, auto_barriers=True)
     with interpreted():
         got = step(KERNEL, args, "mosaic", config=tiling)
     assert_results(got, step(KERNEL, args, "reference"))
