@@ -9,10 +9,11 @@ By default all of this folder. What differs from run to run without meaning anyt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import nbclient
 import nbformat
@@ -25,25 +26,21 @@ METADATA = {
 }
 
 
-def run(
-    path: pathlib.Path, folder: pathlib.Path, environment: Mapping[str, str]
-) -> nbformat.NotebookNode:
-    """Runs a notebook from its first cell in a kernel of its own.
+@contextlib.contextmanager
+def kernel(
+    folder: pathlib.Path, environment: Mapping[str, str]
+) -> Iterator[nbclient.NotebookClient]:
+    """Starts a kernel, which ends with the block.
 
     Args:
-      path: the notebook; the file is left as it is.
       folder: where it runs.
-      environment: of the kernel's process.
+      environment: of its process.
 
-    Returns:
-      The notebook with its new outputs, and no more metadata than Jupyter needs.
-
-    Raises:
-      nbclient.exceptions.CellExecutionError: a cell raised.
+    Yields:
+      The client through which `run` talks to it.
     """
-    notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook,
+        nbformat.v4.new_notebook(),
         timeout=3600,
         kernel_name="python3",
         record_timing=False,
@@ -54,7 +51,28 @@ def run(
             # Over TCP a kernel can be listened to, and says so in a warning.
             manager = client.create_kernel_manager()
             manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
-        client.execute(env=dict(environment))
+        with client.setup_kernel(env=dict(environment)):
+            yield client
+
+
+def run(
+    notebook: nbformat.NotebookNode, client: nbclient.NotebookClient
+) -> nbformat.NotebookNode:
+    """Runs a notebook from its first cell.
+
+    Args:
+      notebook: gets its new outputs, and no more metadata than Jupyter needs.
+      client: of a `kernel`; names that an earlier notebook left there are still
+        there, so only a fresh one gives outputs to save.
+
+    Returns:
+      The notebook.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raised.
+    """
+    client.nb = notebook
+    client.execute(cleanup_kc=False)
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
@@ -66,7 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs notebooks and saves them.")
     parser.add_argument("notebooks", nargs="*", type=pathlib.Path)
     for path in parser.parse_args().notebooks or sorted(FOLDER.glob("*.ipynb")):
-        nbformat.write(run(path, path.resolve().parent, os.environ), path)
+        notebook = nbformat.read(path, as_version=4)
+        with kernel(path.resolve().parent, os.environ) as client:
+            nbformat.write(run(notebook, client), path)
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

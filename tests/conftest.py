@@ -28,13 +28,18 @@ import jax
 import pytest
 
 from tests.interpreter import hand_over_numpy
+from tests.staging import put_numpy
 
 
 hand_over_numpy()
+put_numpy()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
+if jax.config.jax_compilation_cache_dir is None:
+    # With nowhere to keep programs, JAX would still hash each that it compiles.
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,8 @@
 """The import rule, the size limits and the lazy imports, checked on the sources."""
 
 import ast
+import dataclasses
+import functools
 import pathlib
 import subprocess
 import sys
@@ -60,17 +62,48 @@ def package_of(module: str) -> str | None:
     return None
 
 
-def imports(path: pathlib.Path) -> list[tuple[int, str]]:
-    """(line, module) of every import; `from a import b` gives a.b and a."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+@dataclasses.dataclass
+class Facts:
+    """What the rules look at in a file.
+
+    Attributes:
+      imports: (line, module); `from a import b` gives a.b and a.
+      relative_imports: lines.
+      functions: (line, name, lines).
+      broad_handlers: lines of `except` clauses that catch everything.
+      lines: of the file.
+    """
+
+    imports: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    relative_imports: list[int] = dataclasses.field(default_factory=list)
+    functions: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
+    broad_handlers: list[int] = dataclasses.field(default_factory=list)
+    lines: int = 0
+
+
+@functools.cache
+def facts(path: pathlib.Path) -> Facts:
+    """Reads a file; once for all tests."""
+    text = path.read_text()
+    found = Facts(lines=text.count("\n"))
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            found.imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{relative(path)}:{node.lineno} imports relatively"
+            if node.level:
+                found.relative_imports.append(node.lineno)
             module = node.module or ""
-            found.append((node.lineno, module))
-            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            found.imports += [(node.lineno, name) for name in names]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            found.functions.append((node.lineno, node.name, length))
+        elif isinstance(node, ast.ExceptHandler):
+            kind = node.type
+            if kind is None or (
+                isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")
+            ):
+                found.broad_handlers.append(node.lineno)
     return found
 
 
@@ -78,35 +111,53 @@ def is_kernel_file(path: pathlib.Path) -> bool:
     return path.name.startswith("kernel")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_imports_go_one_way(path):
-    here = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    if here is None or here == "__init__":
-        return
-    assert here in LEVEL, f"{relative(path)}: add {here!r} to LAYERS"
-    for line, module in imports(path):
-        there = package_of(module)
-        if there is None or there == here or there not in LEVEL:
+# Each rule is one test over all files that names every place: a test a file and rule
+# would be some two thousand, which take longer to start than to run.
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for path in SOURCES:
+        name = relative(path)
+        wrong += [
+            f"{name}:{line} imports relatively" for line in facts(path).relative_imports
+        ]
+        here = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if here is None or here == "__init__":
             continue
-        assert LEVEL[there] < LEVEL[here], (
-            f"{relative(path)}:{line}: {here} must not import {there}"
-        )
+        if here not in LEVEL:
+            wrong.append(f"{name}: add {here!r} to LAYERS")
+            continue
+        for line, module in facts(path).imports:
+            there = package_of(module)
+            if there is None or there == here or there not in LEVEL:
+                continue
+            if LEVEL[there] >= LEVEL[here]:
+                wrong.append(f"{name}:{line}: {here} must not import {there}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_third_party_imports_stand_where_they_belong(path):
-    name = relative(path)
-    for line, module in imports(path):
-        top = module.split(".")[0]
-        if name.startswith("pallas_kernels/"):
-            allowed = KERNEL_IMPORTS | (PEERS if path.name in PEER_FILES else set())
-            assert top in allowed, f"{name}:{line} imports {top}"
-        if top == "gin":
-            owner = name.startswith("jaxaccel/config/") or name == "jaxaccel/cli.py"
-            assert owner, f"{name}:{line}: gin belongs to jaxaccel/config and cli.py"
-        if module.startswith("jax._src"):
-            owner = name.startswith("pallas_kernels/_common/")
-            assert owner, f"{name}:{line}: jax._src belongs to pallas_kernels/_common"
+def test_third_party_imports_stand_where_they_belong():
+    wrong = []
+    for path in SOURCES:
+        name = relative(path)
+        peers = PEERS if path.name in PEER_FILES else set()
+        in_config = name.startswith("jaxaccel/config/") or name == "jaxaccel/cli.py"
+        for line, module in facts(path).imports:
+            top = module.split(".")[0]
+            if name.startswith("pallas_kernels/") and top not in KERNEL_IMPORTS | peers:
+                wrong.append(f"{name}:{line} imports {top}")
+            if top == "gin" and not in_config:
+                wrong.append(
+                    f"{name}:{line}: gin belongs to jaxaccel/config and cli.py"
+                )
+            if module.startswith("jax._src") and not name.startswith(
+                "pallas_kernels/_common/"
+            ):
+                wrong.append(
+                    f"{name}:{line}: jax._src belongs to pallas_kernels/_common"
+                )
+    assert wrong == []
 
 
 @pytest.mark.parametrize("package", OWNED)
@@ -114,38 +165,39 @@ def test_a_library_is_imported_in_the_one_file_that_owns_it(package):
     owners = {
         relative(path)
         for path in SOURCES
-        for _, module in imports(path)
+        for _, module in facts(path).imports
         if module.split(".")[0] == package
     }
     assert len(owners) == 1, f"{package} is imported in {sorted(owners)}"
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=relative)
-def test_files_and_functions_stay_short(path):
-    text = path.read_text()
-    limit = KERNEL_FILE_LIMIT if is_kernel_file(path) else FILE_LIMIT
-    lines = text.count("\n")
-    assert lines < limit, f"{relative(path)} has {lines} lines, limit {limit}"
-    if is_kernel_file(path):
-        return
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length < FUNCTION_LIMIT, (
-                f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"
-            )
+def test_files_and_functions_stay_short():
+    wrong = []
+    for path in SOURCES + TESTS:
+        found, name = facts(path), relative(path)
+        limit = KERNEL_FILE_LIMIT if is_kernel_file(path) else FILE_LIMIT
+        if found.lines >= limit:
+            wrong.append(f"{name} has {found.lines} lines, limit {limit}")
+        if is_kernel_file(path):
+            continue
+        wrong += [
+            f"{name}:{line}: {function} has {length} lines"
+            for line, function, length in found.functions
+            if length >= FUNCTION_LIMIT
+        ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=relative)
-def test_no_broad_except_and_no_catch_all_file(path):
-    assert path.name not in FORBIDDEN_NAMES
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
-            kind = node.type
-            broad = kind is None or (
-                isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")
-            )
-            assert not broad, f"{relative(path)}:{node.lineno} catches everything"
+def test_no_broad_except_and_no_catch_all_file():
+    wrong = []
+    for path in SOURCES + TESTS:
+        name = relative(path)
+        if path.name in FORBIDDEN_NAMES:
+            wrong.append(f"{name} has a name that says nothing")
+        wrong += [
+            f"{name}:{line} catches everything" for line in facts(path).broad_handlers
+        ]
+    assert wrong == []
 
 
 def test_every_op_has_its_parts():

@@ -121,12 +121,14 @@ def stepped(decoder, tokens):
         logits, cache = decoder.cached(decoder.state, tokens[:, t : t + 1], one, cache)
         outputs.append(logits)
         caches[t + 1] = cache
-    return jnp.concatenate(outputs, axis=1), caches
+    return np.concatenate(outputs, axis=1), caches
 
 
 def _row(cache, row):
     """One row of a cache: batch is the second axis of the layers' leaves."""
-    return jax.tree.map(lambda leaf: leaf[:, row], cache.layers), cache.length[row]
+    # By NumPy, as `outputs` are: JAX would compile each place and length.
+    layers = jax.tree.map(lambda leaf: np.asarray(leaf)[:, row], cache.layers)
+    return layers, np.asarray(cache.length)[row]
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +152,14 @@ def test_right_padded_prefill_then_the_rest(decoder, tokens, stepped, n):
     cache = decoder.merge().init_cache(2, T)
     logits, cache = decoder.cached(decoder.state, tokens, only(lengths), cache)
     for row, count in enumerate(lengths):
-        _same(logits[row, :count], outputs[row, :count])
+        _same(np.asarray(logits)[row, :count], outputs[row, :count])
         _same(_row(cache, row), _row(caches[count], row))
     rest = [T - count for count in lengths]
     logits, cache = decoder.cached(
         decoder.state, shift(tokens, lengths), only(rest), cache
     )
     for row, count in enumerate(rest):
-        _same(logits[row, :count], outputs[row, T - count :])
+        _same(np.asarray(logits)[row, :count], outputs[row, T - count :])
     _same(cache, caches[T])
 
 
@@ -170,7 +172,7 @@ def test_left_padding_changes_nothing(decoder, tokens, stepped):
         decoder.state, moved, only(lengths, left=True), cache
     )
     for row, count in enumerate(lengths):
-        _same(logits[row, T - count :], outputs[row, :count])
+        _same(np.asarray(logits)[row, T - count :], outputs[row, :count])
         _same(_row(cache, row), _row(caches[count], row))
 
 
@@ -179,7 +181,7 @@ def test_reset_rows_start_over(decoder, tokens, stepped):
     cache = caches[65].reset(jnp.array([True, False]))
     feed = jnp.stack([tokens[0, :1], tokens[1, 65:66]])
     logits, _ = decoder.cached(decoder.state, feed, jnp.ones_like(feed), cache)
-    _same(logits[:, 0], jnp.stack([outputs[0, 0], outputs[1, 65]]))
+    _same(logits[:, 0], np.stack([outputs[0, 0], outputs[1, 65]]))
 
 
 def test_packed_documents_equal_separate_ones(decoder, tokens):
@@ -223,7 +225,9 @@ def test_hidden_states_are_those_of_an_unrolled_loop(decoder, tokens, packed_who
     seen = [x]
     for layer in range(4):
         run, stacked = blocks[layer % 2]
-        x = run(jax.tree.map(lambda leaf, p=layer // 2: leaf[p], stacked), x)
+        x = run(
+            jax.tree.map(lambda leaf, p=layer // 2: np.asarray(leaf)[p], stacked), x
+        )
         seen.append(x)
     _same(states, (*seen[:-1], model.final_norm(x)))
 

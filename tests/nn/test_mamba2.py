@@ -43,7 +43,8 @@ def same(got, want, atol=2e-5):
 
 
 def rows(tree, row):
-    return jax.tree.map(lambda leaf: leaf[row], tree)
+    # By NumPy, as `outputs` are: JAX would compile each place and length.
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[row], tree)
 
 
 def only(lengths, left=False):
@@ -54,9 +55,8 @@ def only(lengths, left=False):
 
 def shift(x, amounts):
     """Moves each row left by its amount; what falls in behind is noise."""
-    return jnp.stack(
-        [jnp.roll(row, -n, axis=0) for row, n in zip(x, amounts, strict=True)]
-    )
+    rows = zip(np.asarray(x), amounts, strict=True)
+    return jnp.asarray(np.stack([np.roll(row, -n, axis=0) for row, n in rows]))
 
 
 class Layer:
@@ -112,7 +112,7 @@ def stepped(layer, x):
         y, cache, length = layer.cached(x[:, t : t + 1], one, cache, length)
         outputs.append(y)
         caches.append(cache)
-    return jnp.concatenate(outputs, axis=1), caches
+    return np.concatenate(outputs, axis=1), caches
 
 
 def test_steps_prefill_and_chunked_prefill_agree(layer, x, stepped):
@@ -125,9 +125,9 @@ def test_steps_prefill_and_chunked_prefill_agree(layer, x, stepped):
         rest = [T - count for count in lengths]
         z, final, _ = layer.cached(shift(x, lengths), only(rest), cache, length)
         for row, count in enumerate(lengths):
-            same(y[row, :count], outputs[row, :count])
+            same(np.asarray(y)[row, :count], outputs[row, :count])
             same(rows(cache, row), rows(caches[count], row))
-            same(z[row, : T - count], outputs[row, count:])
+            same(np.asarray(z)[row, : T - count], outputs[row, count:])
         same(final, caches[T])
 
 
@@ -138,8 +138,8 @@ def test_left_padding_and_finished_rows_change_nothing(layer, x, stepped):
     y, cache, _ = layer.cached(moved, segments, *layer.empty(2))
     plain = layer.packed(moved, segments)
     for row, count in enumerate(lengths):
-        same(y[row, T - count :], outputs[row, :count])
-        same(plain[row, T - count :], outputs[row, :count])
+        same(np.asarray(y)[row, T - count :], outputs[row, :count])
+        same(np.asarray(plain)[row, T - count :], outputs[row, :count])
         same(rows(cache, row), rows(caches[count], row))
     alive = jnp.array([[1], [0]], jnp.int32)
     _, after, _ = layer.cached(x[:, 20:21], alive, caches[20], jnp.full((2,), 20))

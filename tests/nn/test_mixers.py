@@ -87,6 +87,11 @@ def x():
     return jax.random.normal(jax.random.key(0), (2, T, D))
 
 
+def _row(cache, row):
+    # By NumPy, as outputs are cut too: JAX would compile each place and length.
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[row], cache)
+
+
 @pytest.fixture(scope="module")
 def stepped(mixer, x):
     """Outputs and caches of feeding one token at a time."""
@@ -99,7 +104,7 @@ def stepped(mixer, x):
         )
         outputs.append(y)
         caches[t + 1] = cache
-    return jnp.concatenate(outputs, axis=1), caches
+    return np.concatenate(outputs, axis=1), caches
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +128,8 @@ def test_right_padded_prefill_then_the_rest(mixer, x, stepped, n):
     lengths = [n, max(1, n - 10)]
     y, cache, length = mixer.cached(mixer.state, x, only(lengths), *mixer.empty(2))
     for row, count in enumerate(lengths):
-        same(y[row, :count], outputs[row, :count])
-        here, there = (
-            jax.tree.map(lambda leaf, r=row: leaf[r], c) for c in (cache, caches[count])
-        )
+        same(np.asarray(y)[row, :count], outputs[row, :count])
+        here, there = (_row(c, row) for c in (cache, caches[count]))
         same(here, there)
     np.testing.assert_array_equal(length, lengths)
     rest = [T - count for count in lengths]
@@ -134,7 +137,7 @@ def test_right_padded_prefill_then_the_rest(mixer, x, stepped, n):
         mixer.state, shift(x, lengths), only(rest), cache, length
     )
     for row, count in enumerate(rest):
-        same(y[row, :count], outputs[row, T - count :])
+        same(np.asarray(y)[row, :count], outputs[row, T - count :])
     same(cache, caches[T])
 
 
@@ -144,8 +147,8 @@ def test_a_finished_row_keeps_its_state(mixer, x, stepped):
     length = jnp.array([65, 65], jnp.int32)
     _, cache, after = mixer.cached(mixer.state, x[:, 65:66], alive, caches[65], length)
     np.testing.assert_array_equal(after, [66, 65])
-    same(*(jax.tree.map(lambda leaf: leaf[1], c) for c in (cache, caches[65])), 0)
-    same(*(jax.tree.map(lambda leaf: leaf[0], c) for c in (cache, caches[66])))
+    same(*(_row(c, 1) for c in (cache, caches[65])), 0)
+    same(*(_row(c, 0) for c in (cache, caches[66])))
 
 
 def test_left_padding_changes_nothing(mixer, x, stepped):
@@ -157,11 +160,9 @@ def test_left_padding_changes_nothing(mixer, x, stepped):
     plain = mixer.packed(mixer.state, moved, segments)
     for row, count in enumerate(lengths):
         want = outputs[row, :count]
-        same(y[row, T - count :], want)
-        same(plain[row, T - count :], want)
-        here, there = (
-            jax.tree.map(lambda leaf, r=row: leaf[r], c) for c in (cache, caches[count])
-        )
+        same(np.asarray(y)[row, T - count :], want)
+        same(np.asarray(plain)[row, T - count :], want)
+        here, there = (_row(c, row) for c in (cache, caches[count]))
         same(here, there)
 
 
@@ -199,14 +200,19 @@ def test_packed_documents_equal_separate_ones(mixer, x, pair):
         # Two documents at a time, each alone in its row.
         for first in range(0, len(real), 2):
             some = real[first : first + 2]
-            alone = [jnp.roll(x[row], -starts[i], axis=0) for i in some]
+            alone = [np.roll(np.asarray(x)[row], -starts[i], axis=0) for i in some]
             lengths = [documents[i] for i in some]
             if len(alone) == 1:
                 alone, lengths = alone * 2, lengths * 2
-            separate = mixer.packed(mixer.state, jnp.stack(alone), only(lengths))
+            separate = mixer.packed(
+                mixer.state, jnp.asarray(np.stack(alone)), only(lengths)
+            )
             for slot, i in enumerate(some):
                 start, length = starts[i], documents[i]
-                same(y[row, start : start + length], separate[slot, :length])
+                same(
+                    np.asarray(y)[row, start : start + length],
+                    np.asarray(separate)[slot, :length],
+                )
 
 
 def test_no_gradient_from_the_future_or_another_document(mixer, x):

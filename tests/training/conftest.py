@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +15,16 @@ def quick_compile():
 @pytest.fixture(scope="module")
 def compile_cache(tmp_path_factory):
     """A cache on disk: runs with the same program compile it once."""
+    names = (
+        "jax_enable_compilation_cache",
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    # JAX looks at the first of them once.
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
     yield str(tmp_path_factory.mktemp("compile_cache"))
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

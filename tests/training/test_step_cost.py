@@ -49,4 +49,6 @@ def test_a_step_costs_the_host_at_most_a_millisecond():
         start = time.perf_counter()
         state, _ = run.jitted(state, batch)
         seconds.append(time.perf_counter() - start)
-    assert min(seconds) <= 1e-3
+        if seconds[-1] <= 1e-3:
+            return
+    raise AssertionError(f"the fastest of {len(seconds)} calls took {min(seconds)} s")
