@@ -14,12 +14,14 @@ from pallas_kernels._common import hw
 TILE = 64  # tokens of a product
 CHUNK = 8  # tokens of a chunk: what a copy takes as one
 CHUNKS = TILE // CHUNK  # of a tile
-COLUMNS = 32  # of the tiles in which shared memory is laid out
+COLUMNS = 32  # of the tiles in which keys and their rows in the basis are laid out
+WARPGROUPS = 2  # that compute
+HEADS = (8, 16)  # query heads that one item may have, with those of padding
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 64  # query heads of a kv head
 DTYPES = ("bfloat16", "float16")
 # Registers per thread of two computing warpgroups and the one that copies.
-REGISTERS = (224, 224, 56)
+REGISTERS = (200, 200, 104)
 OTHER_BYTES = 4096
 
 
@@ -67,8 +69,32 @@ class Sizes:
         return self.heads // self.kv_heads
 
     @property
-    def items(self) -> int:
+    def columns(self) -> int:
+        """Query heads of an item, with those of padding."""
+        return HEADS[0] if self.group <= HEADS[0] else HEADS[1]
+
+    @property
+    def splits(self) -> int:
+        """Items of a kv head: more than 16 query heads are told apart."""
+        return -(-self.group // self.columns)
+
+    @property
+    def pairs(self) -> int:
+        """Kv heads of all rows."""
         return self.batch * self.kv_heads
+
+    @property
+    def items(self) -> int:
+        return self.pairs * self.splits
+
+    @property
+    def stride(self) -> int:
+        """Query heads from one item to the next, as the kernel reads them.
+
+        Small groups stay side by side, so that nothing is copied to make room.
+        """
+        packed = not self.columns % self.group and not self.batch * self.heads % 8
+        return self.group if packed else self.columns
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -102,9 +128,12 @@ class Sizes:
 
     def shared_bytes(self, slots: int) -> int:
         """Shared memory of a block."""
-        tile = max(self.rank, self.head_dim) + self.head_dim
-        queries, basis = TILE * self.head_dim, self.head_dim * self.rank
-        return 2 * (2 * slots * TILE * tile + queries + basis) + OTHER_BYTES
+        width, tiles = self.head_dim, WARPGROUPS * slots
+        tile = TILE * (max(self.rank, width) + width)
+        queries, weights = 2 * self.columns * width, WARPGROUPS * self.columns * TILE
+        halves = tiles * tile + queries + weights + width * self.rank
+        words = tiles * CHUNKS * width + WARPGROUPS * 32 * self.columns
+        return 2 * halves + 4 * words + OTHER_BYTES
 
 
 def heuristic(sizes: Sizes) -> Config:

@@ -3,19 +3,26 @@
 An *item* is a kv head of a row. Its tokens are tiles of 64: 8 of the chosen chunks, 8
 outliers, or 8 times 8 tokens of the ring. All tiles of all items stand in one line, of
 which each block has the same share; an item whose tiles lie in several blocks is joined
-afterwards, by the logarithms of its parts' sums.
+afterwards (`join.py`), by the logarithms of its parts' sums.
 
-One warpgroup runs ahead and copies, chunk by chunk. Two compute, a tile each by turns:
+One warpgroup runs ahead and copies. Two compute, a tile each by turns:
 
-    K = A B^T        two halves, so that a pair of the rotation is in one thread
-    K <- R(p) K      p is the position of each row, the angle exact in 32-bit turns
-    S = Q K^T        the group's heads are the rows of Q
-    O <- O + P V     with the online softmax of `attention`
+    K = A B^T            a pair of the rotation is in one thread
+    K <- R(p) K          p is the position of each row, the angle exact in 32-bit turns
+    S^T = K Q^T          the group's few heads are the columns
+    O^T <- O^T + V^T P^T with the online softmax of `attention`
 
-The rotated K takes the place of A in shared memory. Keys of outliers and of the ring
-are copied to that place as they are, and begin with the third line. An angle is kept
-as a share of a turn, 2^32 to one: the product of a position and a frequency then leaves
-out whole turns by itself, however large the position.
+Tokens are the rows, because a product has 64 of them whatever it is given: with the
+heads there, 60 of 64 rows of the softmax would be padding. The rotated K goes to the
+product from the registers that it is made in; keys of outliers and of the ring are
+read where they were copied to, and begin with the third line. An angle is kept as a
+share of a turn, 2^32 to one: the product of a position and a frequency then leaves out
+whole turns by itself, however large the position. R(p) is the rotation of the chunk's
+first token, which the copying warpgroup writes beside the tile, and that of the place
+in the chunk, which a thread keeps: it has the same row of 8 in every tile.
+
+Memory is what the kernel waits for, so the next item's queries and basis are on their
+way before the last tiles of this one, its outliers and ring, are done with.
 """
 
 from __future__ import annotations
@@ -34,7 +41,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
-from pallas_kernels._common.matrix_rows import put_rows
+from pallas_kernels._common import matrix_columns as columns
+from pallas_kernels._common.matrix_rows import (
+    load_flags,
+    load_repeated,
+    put_rows,
+    repeat_eights,
+)
 from pallas_kernels.attention import kernel_fwd as flash
 from pallas_kernels.attention import tensor_core as tc
 from pallas_kernels.sparse_decode_attention.config import (
@@ -43,14 +56,12 @@ from pallas_kernels.sparse_decode_attention.config import (
     COLUMNS,
     REGISTERS,
     TILE,
+    WARPGROUPS,
     Config,
     Sizes,
 )
 from pallas_kernels.sparse_decode_attention.held import Held, Rotary
-
-
-WARPGROUPS = 2  # that compute
-STATS = 8  # columns of the sums' logarithms, which are all the same
+from pallas_kernels.sparse_decode_attention.join import box, by_item, join
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +91,20 @@ class Plan:
     def half(self) -> int:
         return self.sizes.head_dim // 2
 
-    @property
-    def box(self) -> int:
-        """Rows of queries that are copied: whole tiles of shared memory."""
-        return -(-self.sizes.group // 8) * 8
+    def pieces(self, which: int) -> tuple[int, int]:
+        """Rows of keys, or of their rows in the basis, and of values copied as one."""
+        if which == 0:
+            return CHUNK, CHUNK
+        # Rows that are there to the end, so that none lies behind them.
+        rows = (self.sizes.outliers * CHUNK, self.sizes.ring)[which - 1]
+        size = math.gcd(rows, TILE)
+        # Keys in a place that is wider lie together as far as a tile of memory goes.
+        return CHUNK if self.sizes.rank > self.sizes.head_dim else size, size
+
+    def arrivals(self, which: int) -> int:
+        """Of the barrier that tells that a tile is there."""
+        copies = sum(TILE // size for size in self.pieces(which))
+        return copies + (which == 0 and self.rotary is not None)
 
 
 def _operand(*shape: int, dtype: Any) -> Any:
@@ -97,12 +118,13 @@ class Item:
     """Tiles of one item that this block has.
 
     Attributes:
-      number, row: of the item, and of its row.
+      number, pair, row: of the item, of its kv head and of its row.
       begin, end: its tiles that are this block's.
       counts: chunks that count, of each section.
     """
 
     number: jax.Array
+    pair: jax.Array
     row: jax.Array
     begin: jax.Array
     end: jax.Array
@@ -121,7 +143,7 @@ class Item:
 
 
 def _items(plan: Plan, refs: dict[str, Any], body: Callable[..., Any], carry: Any):
-    """body(i, item, carry) for all items that this block has tiles of."""
+    """body(i, item, carry) for all items that this block has tiles of; how many."""
     sizes = plan.sizes
     total, tiles = sizes.items * sizes.tiles, jnp.int32(sizes.tiles)
     begin = lax.axis_index("block") * sizes.share
@@ -130,12 +152,14 @@ def _items(plan: Plan, refs: dict[str, Any], body: Callable[..., Any], carry: An
 
     def one(i, carry):
         number = first + i
-        row = lax.div(number, jnp.int32(sizes.kv_heads))
+        pair = lax.div(number, jnp.int32(sizes.splits))
+        row = lax.div(pair, jnp.int32(sizes.kv_heads))
         before = number * sizes.tiles
-        chosen = jnp.clip(refs["count"][number], 0, sizes.chosen)
+        chosen = jnp.clip(refs["count"][pair], 0, sizes.chosen)
         outliers = jnp.clip(refs["out_count"][row], 0, sizes.outliers)
         here = Item(
             number=number,
+            pair=pair,
             row=row,
             begin=jnp.maximum(begin - before, 0),
             end=jnp.minimum(end - before, sizes.tiles),
@@ -143,82 +167,151 @@ def _items(plan: Plan, refs: dict[str, Any], body: Callable[..., Any], carry: An
         )
         return body(i, here, carry)
 
-    return lax.fori_loop(0, last - first + 1, one, carry)
+    count = last - first + 1
+    return lax.fori_loop(0, count, one, carry), count
 
 
-def _sources(plan: Plan, refs, item: Item, which: int, tile) -> list[tuple[Any, Any]]:
-    """Where the 8 chunks of a tile are: keys, or rows in the basis, and values."""
+def _layer(plan: Plan, refs) -> jax.Array:
+    """The layer that is meant: a launch of its own would take longer than this."""
     sizes = plan.sizes
-    first = (tile - sum(sizes.sections[:which])) * CHUNKS
-    # What lies behind the last chunk is a copy of it, and has no weight.
-    most = (sizes.chosen, sizes.outliers, sizes.ring // CHUNK)[which] - 1
-    places = [jnp.minimum(first + i, most) for i in range(CHUNKS)]
-    # A launch of its own would take longer than this.
     layers = refs["a"].shape[0] // (sizes.batch * sizes.chunks)
-    layer = jnp.clip(refs["layer"][0], 0, layers - 1)
-    if which == 0:
-        # All are read before the first copy waits for one.
-        ids = [refs["ids"][item.number, place] for place in places]
-        slots = [refs["slots"][item.number, place] for place in places]
-        rows = (layer * sizes.batch + item.row) * sizes.chunks
-        pool = (layer * sizes.items + item.number) * sizes.places
-        return [
-            (refs["a"].at[rows + chunk], refs["values"].at[pool + slot])
-            for chunk, slot in zip(ids, slots, strict=True)
-        ]
-    if which == 1:
-        base = (layer * sizes.items + item.number) * sizes.outliers
-        return [
-            (refs["out_k"].at[base + place], refs["out_v"].at[base + place])
-            for place in places
-        ]
+    return jnp.clip(refs["layer"][0], 0, layers - 1)
+
+
+def _named(plan: Plan, refs, item: Item, tile) -> tuple[tuple[Any, ...], ...]:
+    """The chunks of a tile and the places of their values, as the caller has them."""
+    # What lies behind the last chunk is a copy of it, and has no weight.
+    most = plan.sizes.chosen - 1
+    places = [jnp.minimum(tile * CHUNKS + i, most) for i in range(CHUNKS)]
+    return tuple(
+        tuple(refs[name][item.pair, place] for place in places)
+        for name in ("ids", "slots")
+    )
+
+
+def _kept(plan: Plan, refs, item: Item, which: int, tile, layer) -> list[Any]:
+    """Where the pieces of a tile of outliers or of the ring are, keys and values."""
+    sizes = plan.sizes
+    names = (("out_k", "out_v"), ("ring_k", "ring_v"))[which - 1]
+    rows = (sizes.outliers * CHUNK, sizes.ring)[which - 1]
+    first = (tile - sum(sizes.sections[:which])) * TILE
+    pair = item.pair + (layer * sizes.pairs if which == 1 else 0)
     return [
-        tuple(refs[n].at[item.number, pl.ds(place * CHUNK, CHUNK)] for n in names)
-        for place in places
-        for names in [("ring_k", "ring_v")]
+        [
+            refs[name].at[pair, pl.ds(jnp.minimum(first + j, rows - size), size)]
+            for j in range(0, TILE, size)
+        ]
+        for name, size in zip(names, plan.pieces(which), strict=True)
     ]
+
+
+def _send(plan: Plan, smem, w, slot, which: int, sources: Any) -> None:
+    """Copies the pieces of a tile: keys, or rows in the basis, and values."""
+    sizes = plan.sizes
+    width = sizes.rank if which == 0 else sizes.head_dim
+    into = smem["k"].at[w, slot, :, pl.ds(0, width)], smem["v"].at[w, slot]
+    for pieces, place, size in zip(sources, into, plan.pieces(which), strict=True):
+        for j, piece in enumerate(pieces):
+            rows = place.at[pl.ds(j * size, size)]
+            plgpu.copy_gmem_to_smem(piece, rows, smem["full"][which].at[w, slot])
+
+
+def _turner(plan: Plan, refs, smem) -> Callable[..., None]:
+    """What writes the rotation of each chunk's first token, cosines and sines."""
+    shape = (CHUNKS, plan.half)
+    layout = plgpu.Layout.WG_STRIDED(shape, math.prod(shape) // 128)
+    turns, chunk = (
+        plgpu.load(refs[name], layout=layout) for name in ("turns", "chunk")
+    )
+
+    def turn(w, slot, firsts):
+        first = plgpu.layout_cast(jnp.full(shape, firsts[0], jnp.int32), layout)
+        for j, x in enumerate(firsts[1:], 1):
+            first = jnp.where(chunk == j, jnp.full_like(first, x), first)
+        angle = _angle(first * turns)
+        smem["cos"].at[w, slot][...] = jnp.cos(angle)
+        smem["sin"].at[w, slot][...] = jnp.sin(angle)
+
+    return turn
 
 
 def _feed(plan: Plan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
     """The warpgroup that runs ahead."""
     sizes, slots = plan.sizes, jnp.int32(plan.config.slots)
+    layer = _layer(plan, refs)
+    turn = None if plan.rotary is None else _turner(plan, refs, smem)
 
     def item(i, here, done):
+        buffer = lax.rem(i, jnp.int32(2))
+
+        @pl.when(i > 1)
+        def _():
+            plgpu.barrier_wait(smem["item_free"].at[buffer])
+
+        start = box(sizes, here.number) * sizes.columns
+        queries = refs["q"].at[pl.ds(start, sizes.columns)]
+        plgpu.copy_gmem_to_smem(
+            queries, smem["q"].at[buffer], smem["item_full"].at[buffer]
+        )
+
         @pl.when(i > 0)
         def _():
-            plgpu.barrier_wait(smem["item_free"])
+            plgpu.barrier_wait(smem["basis_free"])
 
-        queries = smem["q"].at[pl.ds(0, plan.box)]
-        plgpu.copy_gmem_to_smem(refs["q"].at[here.number], queries, smem["item_full"])
         plgpu.copy_gmem_to_smem(
-            refs["basis"].at[here.number], smem["basis"], smem["item_full"]
+            refs["basis"].at[here.pair], smem["basis"], smem["basis_full"]
         )
-        for which in range(3):
 
-            def step(tile, done, which=which):
-                w = lax.rem(tile, jnp.int32(WARPGROUPS))
-                n = lax.select(w == 0, done[0], done[1])
-                slot = lax.rem(n, slots)
-                sources = _sources(plan, refs, here, which, tile)
+        def place(tile, done):
+            """Waits for the place of a tile."""
+            w = lax.rem(tile, jnp.int32(WARPGROUPS))
+            n = lax.select(w == 0, done[0], done[1])
+            slot = lax.rem(n, slots)
 
-                @pl.when(n >= slots)
-                def _():
-                    plgpu.barrier_wait(smem["free"].at[w, slot])
+            @pl.when(n >= slots)
+            def _():
+                plgpu.barrier_wait(smem["free"].at[w, slot])
 
-                full = smem["full"].at[w, slot]
-                width = sizes.rank if which == 0 else sizes.head_dim
-                for j, (keys, values) in enumerate(sources):
-                    rows = pl.ds(j * CHUNK, CHUNK)
-                    into = smem["k"].at[w, slot, rows, pl.ds(0, width)]
-                    plgpu.copy_gmem_to_smem(keys, into, full)
-                    plgpu.copy_gmem_to_smem(values, smem["v"].at[w, slot, rows], full)
-                return tuple(d + (w == x).astype(jnp.int32) for x, d in enumerate(done))
+            done = tuple(d + (w == x).astype(jnp.int32) for x, d in enumerate(done))
+            return w, slot, done
+
+        def made(tile, carry):
+            done, named = carry
+            ids = [jnp.clip(x, 0, sizes.chunks - 1) for x in named[0]]
+            kept = [jnp.clip(x, 0, sizes.places - 1) for x in named[1]]
+            # Reads that take long are begun before the waits.
+            firsts = [refs["first"][here.row, x] for x in ids] if turn else []
+            behind = jnp.minimum(tile + 1, jnp.int32(sizes.sections[0] - 1))
+            named = _named(plan, refs, here, behind)
+            rows = (layer * sizes.batch + here.row) * sizes.chunks
+            pool = (layer * sizes.pairs + here.pair) * sizes.places
+            w, slot, done = place(tile, done)
+            sources = (
+                [refs["a"].at[rows + x] for x in ids],
+                [refs["values"].at[pool + x] for x in kept],
+            )
+            _send(plan, smem, w, slot, 0, sources)
+            if turn:
+                turn(w, slot, firsts)
+                plgpu.barrier_arrive(smem["full"][0].at[w, slot])
+            return done, named
+
+        begin, end = here.section(sizes, 0)
+        named = _named(plan, refs, here, jnp.minimum(begin, sizes.sections[0] - 1))
+        done, _ = lax.fori_loop(begin, end, made, (done, named))
+        for which in (1, 2):
+
+            def exact(tile, done, which=which):
+                sources = _kept(plan, refs, here, which, tile, layer)
+                w, slot, done = place(tile, done)
+                _send(plan, smem, w, slot, which, sources)
+                return done
 
             begin, end = here.section(sizes, which)
-            done = lax.fori_loop(begin, end, step, done)
+            done = lax.fori_loop(begin, end, exact, done)
         return done
 
-    done = _items(plan, refs, item, (jnp.int32(0),) * WARPGROUPS)
+    done, items = _items(plan, refs, item, (jnp.int32(0),) * WARPGROUPS)
     # Every arrival must be waited for before the block ends.
     for w, n in enumerate(done):
 
@@ -227,91 +320,117 @@ def _feed(plan: Plan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
             return carry
 
         lax.fori_loop(jnp.maximum(n - slots, 0), n, drain, None)
-    plgpu.barrier_wait(smem["item_free"])
+
+    def drain_items(i, carry):
+        plgpu.barrier_wait(smem["item_free"].at[lax.rem(i, jnp.int32(2))])
+        return carry
+
+    lax.fori_loop(jnp.maximum(items - 2, 0), items, drain_items, None)
+    plgpu.barrier_wait(smem["basis_free"])
 
 
-def _make_keys(plan: Plan, refs, smem, item: Item, tile, k) -> None:
-    """Puts the rotated keys of a tile in the place of their rows in the basis."""
+def _angle(turns: jax.Array) -> jax.Array:
+    return turns.astype(jnp.float32) * (2 * math.pi / 2**32)
+
+
+def _offsets(plan: Plan, refs) -> tuple[jax.Array, jax.Array] | None:
+    """The rotation from a chunk's first token to each, of all tiles the same."""
+    if plan.rotary is None:
+        return None
+    shape = (TILE, plan.half)
+    turns = tc.load_global(refs["turns"].at[0], tc.PER_COLUMN)
+    offset = tc.index(shape, 0) & (CHUNK - 1)
+    angle = _angle(offset * tc.per_column(turns, shape))
+    factor = plan.rotary.factor
+    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    return repeat_eights(cos), repeat_eights(sin)
+
+
+def _turned(pair: Any, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    one, two = pair
+    return one * cos - two * sin, two * cos + one * sin
+
+
+def _made(plan: Plan, smem, offsets, w: int, slot) -> tuple[jax.Array, ...]:
+    """The rotated keys of a tile, in halves of their columns, for a product."""
     sizes, half = plan.sizes, plan.half
-    shape = (TILE, half)
-    rows = pl.ds(tile * TILE, TILE)
-    place = tc.load_global(refs["positions"].at[item.number, rows], tc.PER_ROW)
-    a = k.at[:, pl.ds(0, sizes.rank)]
+    a = smem["k"].at[w, slot, :, pl.ds(0, sizes.rank)]
 
-    def body(one, two):
-        for part, total in enumerate((one, two)):
-            tc.mma(total, a, smem["basis"].at[pl.ds(part * half, half)].T)
-        return tc.read(one), tc.read(two)
+    def body(total):
+        tc.mma(total, a, smem["basis"].T)
+        return tc.read(total)
 
-    one, two = tc.accumulate(body, shape, shape)
-    if plan.rotary is not None:
-        turns = tc.load_global(refs["turns"], tc.PER_COLUMN)
-        turns = tc.per_row(place, shape) * tc.per_column(turns, shape)
-        angle = turns.astype(jnp.float32) * (2 * math.pi / 2**32)
-        cos = jnp.cos(angle) * plan.rotary.factor
-        sin = jnp.sin(angle) * plan.rotary.factor
-        one, two = one * cos - two * sin, two * cos + one * sin
-    for part, total in enumerate((one, two)):
-        k.at[:, pl.ds(part * half, half)][...] = total.astype(plan.dtype)
-    plgpu.commit_smem()
+    total = tc.accumulate(body, (TILE, sizes.head_dim))
+    pair = tuple(
+        lax.slice(total, (0, first), (TILE, first + half)) for first in (0, half)
+    )
+    if offsets is not None:
+        first = (load_repeated(smem[x].at[w, slot], CHUNK) for x in ("cos", "sin"))
+        pair = _turned(_turned(pair, *offsets), *first)
+    return tuple(tc.settle(x.astype(plan.dtype)) for x in pair)
 
 
 def _clear(plan: Plan, seen: Callable[..., Any], v: Any) -> None:
     """Clears values that do not count: 0 times NaN would be NaN."""
-    for column in range(0, plan.sizes.head_dim, COLUMNS):
-        part = v.at[:, pl.ds(column, COLUMNS)]
+    for column in range(0, plan.sizes.head_dim, TILE):
+        part = v.at[:, pl.ds(column, TILE)]
         values = tc.load(part)
-        keep = seen((TILE, COLUMNS), 0)
-        part[...] = jnp.where(keep, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
+        part[...] = jnp.where(seen((TILE, TILE)), values, jnp.zeros_like(values))
 
 
-def _tile(plan: Plan, refs, smem, item: Item, which: int, w: int, tile, carry):
+def _tile(
+    plan: Plan, refs, smem, item: Item, which: int, w: int, tile, offsets, q, carry
+):
     """One step of the online softmax."""
-    sizes = plan.sizes
+    sizes, half = plan.sizes, plan.half
     n, acc, m, l = carry
     slot = lax.rem(n, jnp.int32(plan.config.slots))
-    plgpu.barrier_wait(smem["full"].at[w, slot])
-    k, v = smem["k"].at[w, slot], smem["v"].at[w, slot]
+    plgpu.barrier_wait(smem["full"][which].at[w, slot])
+    v, scratch = smem["v"].at[w, slot], smem["scratch"].at[w]
     live = item.live(sizes, which, tile)
 
-    def seen(shape, axis):
-        token = tc.index(shape, axis)
+    def seen(shape):
         if which < 2:
-            return token < live * CHUNK
+            return tc.index(shape, 0) < live * CHUNK
         first = (tile - sum(sizes.sections[:2])) * TILE
-        flags = refs["ring_valid"].at[item.row, pl.ds(first, TILE)]
-        kind, along = (
-            (tc.PER_COLUMN, tc.per_column) if axis == 1 else (tc.PER_ROW, tc.per_row)
-        )
-        return along(tc.load_global(flags, kind), shape) != 0
+        flags = load_flags(refs["ring_valid"], item.row, first, TILE)
+        return tc.per_row(flags, shape) != 0
 
     if which == 0:
-        _make_keys(plan, refs, smem, item, tile, k)
-    keys = k.at[:, pl.ds(0, sizes.head_dim)]
+        keys = _made(plan, smem, offsets, w, slot)
 
     def scores_of(total):
-        tc.mma(total, smem["q"], keys.T)
+        if which == 0:
+            for part, k in enumerate(keys):
+                tc.mma(total, k, q.at[:, pl.ds(part * half, half)].T)
+        else:
+            tc.mma(total, smem["k"].at[w, slot, :, pl.ds(0, sizes.head_dim)], q.T)
         return tc.read(total)
 
-    shape = (TILE, TILE)
+    shape, wide = (TILE, sizes.columns), (sizes.head_dim, sizes.columns)
     as_attention: Any = plan
     scores, _ = flash.capped(as_attention, tc.accumulate(scores_of, shape))
-    scores = jnp.where(seen(shape, 1), scores, -jnp.inf)
-    largest = jnp.maximum(m, jnp.max(scores, axis=1) * plan.exponent)
+    scores = jnp.where(seen(shape), scores, -jnp.inf)
+    largest = columns.reduce_columns(scores, scratch, "max") * plan.exponent
+    largest = jnp.maximum(m, largest)
     factor = jnp.exp2(m - largest)
-    p = jnp.exp2(scores * plan.exponent - tc.per_row(largest, shape))
-    l = l * factor + jnp.sum(p, axis=1)
-    acc = acc * tc.per_row(factor, (TILE, sizes.head_dim))
+    p = jnp.exp2(scores * plan.exponent - tc.per_column(largest, shape))
+    l = l * tc.per_column(factor, shape) + p
+    acc = acc * tc.per_column(factor, wide)
     clear = functools.partial(_clear, plan, seen, v)
     if which < 2:
         pl.when(live < CHUNKS)(clear)
     else:
         clear()
-    p = tc.settle(p.astype(plan.dtype))
+    weights = smem["p"].at[w]
+    # The last product with them was done before all met to find the largest score.
+    weights.T[...] = plgpu.layout_cast(
+        p.astype(plan.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+    )
+    plgpu.commit_smem()
 
     def values_of(total):
-        tc.mma(total, p, v)
+        tc.mma(total, v.T, weights.T)
         return tc.read(total)
 
     acc = tc.accumulate(values_of, acc)
@@ -322,44 +441,57 @@ def _tile(plan: Plan, refs, smem, item: Item, which: int, w: int, tile, carry):
 def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], w: int) -> None:
     """A warpgroup that computes every other tile."""
     sizes = plan.sizes
-    wide = (TILE, sizes.head_dim)
+    tall, wide = (TILE, sizes.columns), (sizes.head_dim, sizes.columns)
+    offsets = _offsets(plan, refs)
 
     def item(i, here, n):
-        plgpu.barrier_wait(smem["item_full"])
-        sums = (
+        buffer = lax.rem(i, jnp.int32(2))
+        plgpu.barrier_wait(smem["item_full"].at[buffer])
+        plgpu.barrier_wait(smem["basis_full"])
+        carry = (
+            n,
             tc.full(wide, 0.0, tc.MATRIX),
-            tc.full((TILE,), flash.LOWEST, tc.PER_ROW),
-            tc.full((TILE,), 0.0, tc.PER_ROW),
+            tc.full((sizes.columns,), flash.LOWEST, tc.PER_COLUMN),
+            tc.full(tall, 0.0, tc.MATRIX),
         )
-        carry = (n, *sums)
         for which in range(3):
             begin, end = here.section(sizes, which)
             # Tiles of even numbers are those of the first warpgroup.
             begin = begin + lax.rem(begin + w, jnp.int32(WARPGROUPS))
-            turns = lax.div(jnp.maximum(end - begin, 0) + 1, jnp.int32(WARPGROUPS))
+            steps = lax.div(jnp.maximum(end - begin, 0) + 1, jnp.int32(WARPGROUPS))
 
             def step(j, carry, which=which, begin=begin):
-                tile = begin + j * WARPGROUPS
-                return _tile(plan, refs, smem, here, which, w, tile, carry)
+                tile, q = begin + j * WARPGROUPS, smem["q"].at[buffer]
+                return _tile(plan, refs, smem, here, which, w, tile, offsets, q, carry)
 
-            carry = lax.fori_loop(0, turns, step, carry)
+            carry = lax.fori_loop(0, steps, step, carry)
+            if which == 0:
+                tc.give_back(smem["basis_free"])
         n, acc, m, l = carry
-        tc.give_back(smem["item_free"])
+        tc.give_back(smem["item_free"].at[buffer])
+        l = columns.reduce_columns(l, smem["scratch"].at[w], "add")
         nothing = l == 0.0
-        acc = acc * tc.per_row(jnp.where(nothing, 0.0, 1.0 / l), wide)
+        acc = acc * tc.per_column(jnp.where(nothing, 0.0, 1.0 / l), wide)
         lse = jnp.where(nothing, flash.LOWEST, m + jnp.log(l) * flash.LOG2_E)
         part = lax.axis_index("block") - lax.div(
             here.number * sizes.tiles, jnp.int32(sizes.share)
         )
         place = (here.number * sizes.parts + part) * WARPGROUPS + w
-        rows: dict[str, Any] = {
-            "start": place * sizes.group,
-            "stride": 1,
-            "low": jnp.int32(0),
-            "count": jnp.int32(sizes.group),
-        }
-        put_rows(refs["o"], acc, **rows)
-        put_rows(refs["lse"], tc.per_row(lse, (TILE, STATS)), **rows)
+        rows: dict[str, Any] = {"stride": 1, "low": jnp.int32(0)}
+        put_rows(
+            refs["o"],
+            acc,
+            start=place * sizes.head_dim,
+            count=jnp.int32(sizes.head_dim),
+            **rows,
+        )
+        put_rows(
+            refs["lse"],
+            tc.per_column(lse, tall),
+            start=place,
+            count=jnp.int32(1),
+            **rows,
+        )
         return n
 
     _items(plan, refs, item, jnp.int32(0))
@@ -390,34 +522,28 @@ def _turns(plan: Plan) -> np.ndarray:
 
 
 def _inputs(plan: Plan, q, held: Held, ids, slots, count, layer) -> dict[str, Any]:
-    """Arrays of the launch by name."""
+    """Arrays of the launch by name: each launch to prepare one costs a microsecond."""
     sizes = plan.sizes
-    items, width = sizes.items, sizes.head_dim
-    q = q.reshape(items, sizes.group, width)
-    row = jnp.arange(sizes.batch, dtype=jnp.int32)[:, None, None]
-    offset = jnp.arange(CHUNK, dtype=jnp.int32)[None, None, None]
-    positions = held.first[row, ids][..., None] + offset
-    positions = positions.reshape(items, -1)
-    room = sizes.sections[0] * TILE - positions.shape[1]
-    ring_room = sizes.sections[2] * TILE - sizes.ring
+    pairs, width = sizes.pairs, sizes.head_dim
     return {
-        "q": jnp.pad(q, ((0, 0), (0, plan.box - sizes.group), (0, 0))),
+        "q": by_item(sizes, q),
         "a": held.a.reshape(-1, CHUNK, sizes.rank),
-        "basis": held.basis.reshape(items, width, sizes.rank),
-        "positions": jnp.pad(positions, ((0, 0), (0, room))),
+        "basis": held.basis.reshape(pairs, width, sizes.rank),
+        "first": held.first,
         "values": held.values.reshape(-1, CHUNK, width),
-        "out_k": held.out_k.reshape(-1, CHUNK, width),
-        "out_v": held.out_v.reshape(-1, CHUNK, width),
-        "ring_k": held.ring_k.reshape(items, sizes.ring, width),
-        "ring_v": held.ring_v.reshape(items, sizes.ring, width),
-        "ring_valid": jnp.pad(
-            held.ring_valid.astype(jnp.int32), ((0, 0), (0, ring_room))
-        ),
-        "ids": jnp.clip(ids.reshape(items, -1), 0, sizes.chunks - 1),
-        "slots": jnp.clip(slots.reshape(items, -1), 0, sizes.places - 1),
-        "count": count.reshape(items),
+        "out_k": held.out_k.reshape(-1, sizes.outliers * CHUNK, width),
+        "out_v": held.out_v.reshape(-1, sizes.outliers * CHUNK, width),
+        "ring_k": held.ring_k.reshape(pairs, sizes.ring, width),
+        "ring_v": held.ring_v.reshape(pairs, sizes.ring, width),
+        "ring_valid": held.ring_valid,
+        "ids": ids.reshape(pairs, -1),
+        "slots": slots.reshape(pairs, -1),
+        "count": count.reshape(pairs),
         "out_count": held.out_count,
-        "turns": jnp.asarray(_turns(plan)),
+        "turns": jnp.asarray(np.tile(_turns(plan), (CHUNKS, 1))),
+        "chunk": jnp.asarray(
+            np.repeat(np.arange(CHUNKS, dtype=np.int32), plan.half)
+        ).reshape(CHUNKS, plan.half),
         "layer": jnp.zeros(1, jnp.int32) if layer is None else layer[None],
     }
 
@@ -437,18 +563,30 @@ def sparse_decode_attention(
     hw.check_smem(sizes.shared_bytes(config.slots), "sparse_decode_attention")
     hw.check_registers(REGISTERS)
     inputs = _inputs(plan, q, held, ids, slots, count, layer)
-    width, rows = sizes.head_dim, sizes.items * sizes.parts * WARPGROUPS * sizes.group
-    operand = functools.partial(_operand, dtype=plan.dtype)
+    width, places = sizes.head_dim, sizes.items * sizes.parts * WARPGROUPS
+    narrow = functools.partial(_operand, dtype=plan.dtype)
+    operand = functools.partial(tc.operand, dtype=plan.dtype)
     ring = WARPGROUPS, config.slots
     scratch = {
-        "k": operand(*ring, TILE, max(sizes.rank, width)),
+        "k": narrow(*ring, TILE, max(sizes.rank, width)),
         "v": operand(*ring, TILE, width),
-        "q": operand(TILE, width),
-        "basis": operand(width, sizes.rank),
-        "full": plgpu.Barrier(num_arrivals=2 * CHUNKS, num_barriers=ring),
+        "q": narrow(2, sizes.columns, width),
+        "basis": narrow(width, sizes.rank),
+        "p": operand(WARPGROUPS, sizes.columns, TILE),
+        "scratch": plgpu.SMEM(
+            (WARPGROUPS, columns.scratch_size(sizes.columns)), jnp.float32
+        ),
+        "cos": plgpu.SMEM((*ring, CHUNKS, plan.half), jnp.float32),
+        "sin": plgpu.SMEM((*ring, CHUNKS, plan.half), jnp.float32),
+        "full": [
+            plgpu.Barrier(num_arrivals=plan.arrivals(which), num_barriers=ring)
+            for which in range(3)
+        ],
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=ring),
-        "item_full": plgpu.Barrier(num_arrivals=2),
-        "item_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "item_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "item_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
+        "basis_full": plgpu.Barrier(num_arrivals=1),
+        "basis_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
     body: Any = functools.partial(
         _sparse_decode_attention_kernel, plan=plan, names=(*inputs, "o", "lse")
@@ -456,8 +594,8 @@ def sparse_decode_attention(
     o, lse = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((rows, width), jnp.float32),
-            jax.ShapeDtypeStruct((rows, STATS), jnp.float32),
+            jax.ShapeDtypeStruct((places * width, sizes.columns), jnp.float32),
+            jax.ShapeDtypeStruct((places, sizes.columns), jnp.float32),
         ),
         grid=(sizes.blocks,),
         grid_names=("block",),
@@ -465,33 +603,7 @@ def sparse_decode_attention(
         thread_name="warpgroup",
         scratch_types=[scratch],
         kernel_name="pk_sparse_decode_attention",
-        compiler_params=tc.params(),
+        # What other threads read is committed, or told by a barrier.
+        compiler_params=tc.params(auto_barriers=False),
     )(*inputs.values())
-    return _joined(plan, o, lse[:, 0], sinks)
-
-
-def _joined(plan: Plan, o, lse, sinks) -> tuple[jax.Array, jax.Array]:
-    """Joins the parts of each item, of which later ones may have none."""
-    sizes = plan.sizes
-    shape = (sizes.items, sizes.parts * WARPGROUPS, sizes.group)
-    o, lse = o.reshape(*shape, -1), lse.reshape(shape)
-    number = np.arange(sizes.items)
-    last = ((number + 1) * sizes.tiles - 1) // sizes.share
-    found = last - sizes.first_block(number) + 1  # parts of each item
-    there = np.arange(sizes.parts)[None] < found[:, None]
-    there = jnp.asarray(np.repeat(there, WARPGROUPS, axis=1))[..., None]
-    lse = jnp.where(there, lse, flash.LOWEST)
-    top = jnp.max(lse, axis=1, keepdims=True)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32) * flash.LOG2_E
-        sinks = jnp.tile(sinks.reshape(sizes.kv_heads, -1), (sizes.batch, 1))[:, None]
-        top = jnp.maximum(top, sinks)
-    weight = jnp.where(lse > flash.LOWEST, jnp.exp2(lse - top), 0.0)
-    total = jnp.sum(weight, axis=1)
-    o = jnp.sum(weight[..., None] * jnp.where(there[..., None], o, 0.0), axis=1)
-    if sinks is not None:
-        total = total + jnp.exp2(sinks - top)[:, 0]
-    o = o / jnp.where(total > 0, total, 1.0)[..., None]
-    lse = jnp.where(total > 0, top[:, 0] / flash.LOG2_E + jnp.log(total), -jnp.inf)
-    out = sizes.batch, sizes.heads
-    return o.reshape(*out, -1), lse.reshape(out)
+    return join(sizes, o, lse, sinks)

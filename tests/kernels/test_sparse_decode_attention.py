@@ -12,7 +12,14 @@ from pallas_kernels import sparse_decode_attention
 from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.sparse_decode_attention import Rotary, api, config, kernel, specs
+from pallas_kernels.sparse_decode_attention import (
+    Rotary,
+    api,
+    config,
+    join,
+    kernel,
+    specs,
+)
 
 
 CI = {spec.name: spec for spec in specs.specs("ci")}
@@ -177,6 +184,41 @@ def test_the_kernel_is_one_softmax_over_all_that_counts(name, sms):
         got = result(spec, given, "mosaic")
     # Weights are rounded to 16 bits as well.
     assert_right(got, by_hand(spec, *args), 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "sms", "slots"),
+    [
+        # Two items share a box of 8 heads; places are used again.
+        ({"heads": 8, "ring": 64}, 1, 2),
+        # More heads than an item has, and copies of half a tile.
+        ({"heads": 18, "kv_heads": 1, "ring": 32}, 1, 3),
+    ],
+    ids=["side-by-side", "split"],
+)
+def test_heads_find_their_queries_and_results(monkeypatch, change, sms, slots):
+    change = {"batch": 1, "chosen": 3, "outliers": 8, "layers": None, **change}
+    spec = dataclasses.replace(BIG, **change)
+    args = arguments(spec)
+    monkeypatch.setattr(config, "heuristic", lambda _: config.Config(slots=slots))
+    with hw.assume(dataclasses.replace(hw.H200, sms=sms)), interpreted():
+        got = result(spec, args, "mosaic")
+    assert_right(got, by_hand(spec, *args), 4e-3)
+
+
+@pytest.mark.parametrize("spec", specs.SPECS, ids=lambda spec: spec.name)
+def test_each_item_has_its_heads_in_one_box(spec):
+    sizes = api._check(*shapes(spec)[:5], None, None, None, shapes(spec)[6])
+    heads = jnp.arange(spec.batch * spec.heads).reshape(spec.batch, spec.heads)
+    boxes = np.asarray(join.by_item(sizes, heads)).reshape(-1, sizes.columns)
+    number = jnp.arange(sizes.items)
+    found = boxes[np.asarray(join.box(sizes, number))]
+    low = np.asarray(number) * sizes.stride % sizes.columns
+    for i in range(sizes.group):
+        mine = i // sizes.columns + np.arange(sizes.pairs) * sizes.splits
+        column = low[mine] + i % sizes.columns
+        want = np.arange(sizes.pairs) * sizes.group + i
+        np.testing.assert_array_equal(found[mine, column], want)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
