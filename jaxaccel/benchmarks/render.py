@@ -102,6 +102,34 @@ def _served(rows: Rows) -> str:
     return f"{largest:.0f} GB, tokens/s: {', '.join(texts)}" if texts else ""
 
 
+def _offload(rows: Rows) -> str:
+    """Step times over remat's, and the deepest stacks."""
+    texts = []
+    for mode, name in (("ring", "ring"), ("policy+graphs", "XLA's policy")):
+        over = [
+            f"{row['ratio'] - 1:+.1%}"
+            for row in rows
+            if row["op"] == "offload" and row["implementation"] == mode and row["ratio"]
+        ]
+        if over:
+            texts.append(f"step time over remat's, {name}: {', '.join(over)}")
+    deepest = [
+        f"{row['implementation']} {row['layers']}"
+        for row in rows
+        if row["op"] == "offload_longest" and row.get("layers")
+    ]
+    return "; ".join(texts + [f"layers that fit: {', '.join(deepest)}"] * bool(deepest))
+
+
+def _packed_training(rows: Rows) -> str:
+    return "; ".join(
+        f"{row['workload']}: {row['tokens_per_s']:,.0f} real tokens/s, "
+        f"{row['ratio']:.2f} times those of a document a row"
+        for row in rows
+        if row["op"] == "train_packed" and row["implementation"] == "bfd"
+    )
+
+
 def _nemotron(rows: Rows) -> str:
     found = [
         f"{row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, "
@@ -165,8 +193,8 @@ TECHNIQUES = (
     Technique(
         name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
         "self-speculation",
-        state="`reference`, `xla`, `mosaic`; `gemv` (not measured yet) and "
-        "`decode_attention` by name",
+        state="`reference`, `xla`, `mosaic`; in layers `gemv` and `decode_attention` "
+        "by name",
         module="`jaxaccel.decoding`",
         config="`experiments/gdn/decode.gin`",
         file="gated_delta_step_h200",
@@ -183,8 +211,7 @@ TECHNIQUES = (
     ),
     Technique(
         name="Mamba-2 hybrids from a pattern string (Nemotron 3)",
-        state="`reference`, `xla`, `mosaic` both ways; a token's by name, not measured "
-        "yet",
+        state="`reference`, `xla`, `mosaic` both ways; a token's by name",
         module="`jaxaccel.nn.Mamba2`, `jaxaccel.models.nemotron_h`",
         config="`experiments/nemotron/`",
         notebook="07_nemotron",
@@ -222,6 +249,8 @@ TECHNIQUES = (
         module="`jaxaccel.data`",
         config="`experiments/base/`",
         notebook="03_packing_and_offload",
+        file="packing_h200",
+        figure=_packed_training,
     ),
     Technique(
         name="Attention that skips tiles between documents, both ways",
@@ -242,10 +271,12 @@ TECHNIQUES = (
     ),
     Technique(
         name="Activations in host memory, copied beside the kernels",
-        state="ring, policy, groups, recomputation: a plan picks; not measured yet",
+        state="ring, policy, groups, recomputation: a plan picks",
         module="`jaxaccel.core.offload`",
         config="`experiments/offload/`",
         notebook="03_packing_and_offload",
+        file="offload_h200",
+        figure=_offload,
     ),
     Technique(
         name="Caches of long contexts by a plan: ShadowKV, Quest, SnapKV, H2O, pages",
