@@ -18,8 +18,7 @@ from pallas_kernels.gemv import reference, xla
 
 
 MAX_ROWS = configs.MAX_ROWS
-
-_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernel yet"}
+MEASURED_ROWS = 1
 
 
 def choose(
@@ -67,9 +66,10 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.pick(**sizes, gated=swiglu, sms=hw.device().sms)
-    return select(
-        "gemv", implementation, refused, only_named=_ONLY_NAMED, config=config
-    )
+    only_named = {}
+    if (rows := x.shape[0]) > MEASURED_ROWS:
+        only_named["mosaic"] = f"no measured row speaks for M = {rows} yet"
+    return select("gemv", implementation, refused, only_named=only_named, config=config)
 
 
 def _listed(weights: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from pallas_kernels.host_gather import config as configs
 from pallas_kernels.host_gather import reference, xla
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+_ON_DEVICE = {"mosaic": "the table is on the device, rows speak for the host's memory"}
 
 
 def choose(
@@ -47,8 +47,13 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.pick(table.shape[1], table.dtype)
+    is_on_host = jax.typeof(table).memory_space == jax.memory.Space.Host
     return select(
-        "host_gather", implementation, refused, only_named=_ONLY_NAMED, config=config
+        "host_gather",
+        implementation,
+        refused,
+        only_named={} if is_on_host else _ON_DEVICE,
+        config=config,
     )
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.sparse_decode_attention import reference, xla
 from pallas_kernels.sparse_decode_attention.held import Held, Rotary
 
 
-_ONLY_NAMED = {"mosaic": "no measured row speaks for it yet"}
+MEASURED_DIM = 128  # K of the rows
 
 
 def choose(
@@ -48,11 +48,14 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.heuristic(sizes)
+    only_named = {}
+    if (dim := q.shape[-1]) != MEASURED_DIM:
+        only_named["mosaic"] = f"no measured row speaks for K = {dim} yet"
     return select(
         "sparse_decode_attention",
         implementation,
         refused,
-        only_named=_ONLY_NAMED,
+        only_named=only_named,
         config=config,
     )
 

@@ -223,7 +223,10 @@ def test_limits_are_named():
         ):
             with pytest.raises(NotImplementedError, match=text):
                 gemv(*args, implementation="mosaic")
-        assert api.choose(x, w).implementation == "xla"
+        choice = api.choose(x, w)
+        assert choice.implementation == "xla"
+        assert "no measured row speaks for M = 2" in choice.refused["mosaic"]
+        assert api.choose(x[:1], w).implementation == "mosaic"
         assert api.choose(x, w, implementation="mosaic").config == Config(
             columns=8, burst=1, warpgroups=4
         )

@@ -177,12 +177,16 @@ def test_what_the_kernel_cannot_do_is_said(shape, dtype, lookups, message):
         api.choose(table, ids, implementation="mosaic")
 
 
-def test_none_keeps_xla_until_a_row_was_measured():
-    table = jax.ShapeDtypeStruct((7, 128), jnp.float32)
+def test_none_takes_the_kernel_for_what_is_on_the_host():
+    ids, table = jnp.zeros((3,), jnp.int32), jnp.zeros((7, 128))
+    place = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
     with hw.assume():
-        choice = api.choose(table, jax.ShapeDtypeStruct((3,), jnp.int32))
+        assert api.choose(jax.device_put(table, place), ids).implementation == "mosaic"
+        choice = api.choose(table, ids)
     assert choice.implementation == "xla"
-    assert "no measured row" in choice.refused["mosaic"]
+    assert "on the device" in choice.refused["mosaic"]
 
 
 def test_impossible_ways_to_read_are_refused():
