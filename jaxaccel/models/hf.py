@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -123,7 +124,8 @@ def load_pretrained(
         stored = _stored_dtype(sources[path], reader)
         # What must be f32 is so in `abstract`; otherwise a file's finer dtype is kept.
         held = abstract.dtype if dtype is not None else _finer(abstract.dtype, stored)
-        value = jnp.asarray(_assemble(abstract.shape, held, sources[path], reader))
+        # `jnp.asarray` compiles a program for each shape, and copies on the device.
+        value = jax.device_put(_assemble(abstract.shape, held, sources[path], reader))
         loaded = variable.replace(value)
         if dtype is None and stored != held:
             # Saving must give back the dtype that came in.
