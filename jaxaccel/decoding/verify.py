@@ -21,6 +21,7 @@ from jaxaccel.decoding.layer_loop import begin_reading, scan_layers
 from jaxaccel.nn.attention import PendingAttention
 from jaxaccel.nn.engram import EngramState
 from jaxaccel.nn.engram_memory import MemoryCache
+from jaxaccel.nn.linear import Linear
 from jaxaccel.nn.moe import MoE
 
 
@@ -82,7 +83,8 @@ def verify(
     length = cache.length
     meta = packing_metadata((batch, time), segment_ids=segments, cached_length=length)
 
-    def layer(block: Any, x: jax.Array, part: Any):
+    def layer(block: Any, x: jax.Array, part: Any, ahead: tuple[Linear, ...]):
+        del ahead  # products of several tokens are XLA's
         pending = None
         if block.mixer is not None:
             h = block.mixer_norm(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -96,13 +96,20 @@ class Block(nnx.Module):
         meta: PackingMetadata,
         cache: LayerCache | None = None,
         length: jax.Array | None = None,
+        ahead: Sequence[Linear] = (),
     ) -> tuple[jax.Array, LayerCache | None, RouterAux | None]:
-        """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`."""
-        aux = None
+        """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`.
+
+        `ahead` are the first maps of the layer behind, see `few_rows.project`.
+        """
+        aux, behind = None, getattr(self.mlp, "first_maps", ())
         if self.mixer is not None:
             with jax.named_scope("mixer"):
                 if few_rows.adds_itself(self.mixer, x, cache):
-                    x, cache = self.mixer.added(x, self.mixer_norm, meta, cache, length)
+                    x, cache = self.mixer.added(
+                        *(x, self.mixer_norm, meta, cache, length),
+                        ahead=ahead if self.mlp is None else behind,
+                    )
                 else:
                     mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
                     x = x + mixed
@@ -112,7 +119,7 @@ class Block(nnx.Module):
                     y, aux = self.mlp(self.mlp_norm(x), meta)
                     x = x + y
                 elif few_rows.adds_itself(self.mlp, x, cache):
-                    x = self.mlp.added(x, self.mlp_norm)
+                    x = self.mlp.added(x, self.mlp_norm, ahead)
                 else:
                     x = x + self.mlp(self.mlp_norm(x))
         return x, cache, aux

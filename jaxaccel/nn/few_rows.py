@@ -39,11 +39,25 @@ def applies(products: Any, x: jax.Array) -> bool:
 def adds_itself(part: Any, x: jax.Array, cache: Any) -> bool:
     """Whether a mixer or feed-forward part takes the stream x [B, T, D] as it is.
 
-    Such a part has `products`, of `named`, and a method `added`, which gets the norm in
-    front of it and gives the stream after it. Without a cache it may be trained, and
-    `gemv` has no gradient.
+    Such a part has `products`, of `named`, `first_maps`, and a method `added`, which
+    gets the norm in front of it and the maps behind it and gives the stream after it.
+    Without a cache it may be trained, and `gemv` has no gradient.
     """
     return cache is not None and hasattr(part, "added") and applies(part.products, x)
+
+
+def first_maps(block: Any) -> tuple[Linear, ...]:
+    """The maps that a block of a decoder multiplies first, `()` if it is not known."""
+    part = block.mlp if block.mixer is None else block.mixer
+    return getattr(part, "first_maps", ())
+
+
+def _prefetched(ahead: Sequence[Linear], dtype: DTypeLike) -> tuple[jax.Array, ...]:
+    """Weights that the next launch reads as they are, a kernel's `prefetch`."""
+    arrays = [linear.kernel[...] for linear in ahead]
+    return tuple(
+        a for a in arrays if a.dtype == dtype and a.size * a.dtype.itemsize % 16 == 0
+    )
 
 
 def project(
@@ -54,6 +68,7 @@ def project(
     norm: RMSNorm | None = None,
     swiglu: bool = False,
     residual: jax.Array | None = None,
+    ahead: Sequence[Linear] = (),
     out_dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Applies linear maps without biases to one x, see `pallas_kernels.gemv`.
@@ -65,6 +80,7 @@ def project(
       norm: what comes before them.
       swiglu: whether they are gate and up projection of one result.
       residual: like the one result, added to it.
+      ahead: the maps that are multiplied next, whose weights may be fetched.
       out_dtypes: of the results, the maps' compute dtype by default.
 
     Returns:
@@ -84,6 +100,7 @@ def project(
         x.reshape(-1, x.shape[-1]).astype(dtype),
         tuple(linear.kernel[...].astype(dtype) for linear in linears),
         swiglu=swiglu,
+        prefetch=_prefetched(ahead, dtype),
         out_dtype=dtype if out_dtypes is None else tuple(out_dtypes),
         implementation=products,
         **options,
@@ -93,7 +110,12 @@ def project(
 
 
 def output(
-    products: Any, x: jax.Array, y: jax.Array, linear: Linear, norm: RMSNorm | None
+    products: Any,
+    x: jax.Array,
+    y: jax.Array,
+    linear: Linear,
+    norm: RMSNorm | None,
+    ahead: Sequence[Linear] = (),
 ) -> jax.Array:
     """The last map of a mixer's step.
 
@@ -103,11 +125,13 @@ def output(
       y: [..., F], what it made of that.
       linear: the map.
       norm: that x is in front of, being the stream; `None` if x is behind it.
+      ahead: as for `project`.
 
     Returns:
       [..., D], added to the stream where x is that.
     """
     if not applies(products, x):
         return linear(y)
-    (y,) = project(products, y, (linear,), residual=None if norm is None else x)
+    residual = None if norm is None else x
+    (y,) = project(products, y, (linear,), residual=residual, ahead=ahead)
     return y

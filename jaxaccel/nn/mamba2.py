@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -388,22 +389,29 @@ class Mamba2(nnx.Module):
         )
         return y, kept
 
+    @property
+    def first_maps(self) -> tuple[Linear, ...]:
+        """See `few_rows.first_maps`."""
+        return self.xbc_proj, self.dt_proj, self.z_proj
+
     def _step(
         self,
         x: jax.Array,
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         norm: RMSNorm | None = None,
+        ahead: Sequence[Linear] = (),
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
         """One token, see `__call__`; a padded row keeps its cache and gives zeros.
 
         With a norm, x is the stream in front of it, and the result that behind.
         """
         if few_rows.applies(self.products, x):
-            maps = (self.xbc_proj, self.dt_proj, self.z_proj)
-            dtypes = (self.dtype, jnp.float32, self.dtype)
             xbc, dt, z = few_rows.project(
-                self.products, x, maps, norm=norm, out_dtypes=dtypes
+                *(self.products, x, self.first_maps),
+                norm=norm,
+                ahead=(self.out_proj,),
+                out_dtypes=(self.dtype, jnp.float32, self.dtype),
             )
         else:
             xbc, z = self.xbc_proj(x), self.z_proj(x)
@@ -445,7 +453,10 @@ class Mamba2(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        return few_rows.output(self.products, x, y[:, None], self.out_proj, norm), new
+        x = few_rows.output(
+            *(self.products, x, y[:, None], self.out_proj, norm), ahead=ahead
+        )
+        return x, new
 
     def added(
         self,
@@ -454,10 +465,11 @@ class Mamba2(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer | None,
         length: jax.Array | None,
+        ahead: Sequence[Linear] = (),
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:
-            return self._step(x, meta, cache, norm)
+            return self._step(x, meta, cache, norm, ahead)
         y, cache = self(norm(x), meta, cache, length)
         return x + y, cache
 
