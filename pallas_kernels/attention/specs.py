@@ -357,9 +357,9 @@ def _case(spec: Spec, backward: bool) -> Case:
         peers |= {x: functools.partial(variant, y) for x, y in VARIANTS.items()}
     if not spec.sinks and not spec.prefix:
         peers["tokamax"] = lambda: _tokamax(spec, backward)
-        # `jax.nn` has no way to tell cuDNN where the documents of a row begin.
-        if not spec.is_packed and spec.logit_cap is None:
-            peers["cudnn"] = lambda: _cudnn(spec, backward)
+        if spec.logit_cap is None and not (spec.is_packed and spec.window):
+            cudnn = _cudnn_packed if spec.is_packed else _cudnn
+            peers["cudnn"] = lambda: cudnn(spec, backward)
     size = f"{spec.batch}x{spec.time} H{spec.heads} G{spec.kv_heads} K{spec.dim}"
     return Case(
         workload=f"{spec.name} {size} {'fwd+bwd' if backward else 'fwd'}",
@@ -383,6 +383,34 @@ def _cudnn(spec: Spec, backward: bool) -> tuple[Callable[..., Any], str]:
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=window, implementation="cudnn"
         )
+
+    return run(spec, op, backward), jax.__version__
+
+
+def documents_of_cudnn(spec: Spec) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of the documents, i32[B, M], and where they begin and end, i32[B, M + 1].
+
+    Raises:
+      NotImplementedError: rows have padding, of which cuDNN's results are anything.
+    """
+    lengths = np.asarray(spec.document_lengths, np.int32)
+    if lengths.sum() != spec.time:
+        raise NotImplementedError(
+            f"documents of {lengths.sum()} tokens in a row of {spec.time}"
+        )
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    rows = (spec.batch, 1)
+    return np.tile(lengths, rows), np.tile(offsets, rows)
+
+
+def _cudnn_packed(spec: Spec, backward: bool) -> tuple[Callable[..., Any], str]:
+    from pallas_kernels._common.cudnn_peer import packed_attention
+
+    lengths, offsets = documents_of_cudnn(spec)
+
+    def op(q, k, v, **unused):
+        del unused
+        return packed_attention(q, k, v, lengths, offsets, scale=spec.dim**-0.5)
 
     return run(spec, op, backward), jax.__version__
 

@@ -1,5 +1,6 @@
 """`attention`: blocks of queries against the whole matrix, and against numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -229,6 +230,23 @@ def test_lowers_for_cuda():
     op = functools.partial(attention, implementation="xla")
     run = jax.jit(specs.run(spec, op, backward=True))
     run.trace(*shapes).lower(lowering_platforms=("cuda",))
+
+
+def test_documents_are_told_to_cudnn():
+    packed = [spec for spec in specs.specs("perf") if spec.is_packed]
+    for spec in packed:
+        if not spec.sinks:
+            lengths, offsets = specs.documents_of_cudnn(spec)
+            ids, _ = spec.segments()
+            for row in range(spec.batch):
+                begins = np.flatnonzero(np.diff(ids[row], prepend=0))
+                np.testing.assert_array_equal(offsets[row], [*begins, spec.time])
+                np.testing.assert_array_equal(lengths[row], np.diff(offsets[row]))
+    padded = dataclasses.replace(packed[0], lengths=(3, 4))
+    with pytest.raises(NotImplementedError, match="documents of 7 tokens in a row"):
+        specs.documents_of_cudnn(padded)
+    peers = {case.workload: case.peers for case in specs.bench_cases("perf")}
+    assert sum("cudnn" in of for of in peers.values()) == 8  # all but with sinks
 
 
 @pytest.mark.parametrize("spec", list(specs.specs("ci")), ids=lambda spec: spec.name)
