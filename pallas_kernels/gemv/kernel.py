@@ -226,6 +226,49 @@ def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
         before += count
 
 
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch(
+    plan: Plan, out_dtypes: tuple[Any, ...], inputs: dict[str, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel.
+
+    Args:
+      plan: of the launch.
+      out_dtypes: of the results.
+      inputs: x, "w0" and on, what else there is of "scale" and "residual", and "ahead0"
+        and on, which are brought into L2.
+
+    Returns:
+      [M, N] of each result.
+    """
+    config = plan.config
+    places = plan.rows * ((2 if plan.gated else 1) + (plan.eps is not None))
+    scratch: list[Any] = [
+        plgpu.SMEM((places, config.warpgroups * WARPS, max(plan.strips)), jnp.float32)
+    ]
+    threads: dict[str, Any] = {}
+    if config.warpgroups > 1:
+        scratch.append(plgpu.Barrier(num_arrivals=config.warpgroups))
+        threads = {"num_threads": config.warpgroups, "thread_name": "warpgroup"}
+    body: Any = functools.partial(_gemv_kernel, plan=plan, names=tuple(inputs))
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=tuple(
+                jax.ShapeDtypeStruct((plan.rows, n), d)
+                for n, d in zip(plan.widths, out_dtypes, strict=True)
+            ),
+            grid=(sum(plan.blocks),),
+            grid_names=("block",),
+            scratch_types=scratch,
+            **threads,
+            kernel_name="pk_gemv",
+            compiler_params=tc.params(),
+        )(*inputs.values())
+    )
+
+
 def gemv(
     config: Config,
     x: jax.Array,
@@ -256,29 +299,4 @@ def gemv(
     if residual is not None:
         inputs["residual"] = residual
     inputs |= {f"ahead{i}": array for i, array in enumerate(prefetch)}
-    each = (2 if swiglu else 1) + (norm_scale is not None)
-    scratch: list[Any] = [
-        plgpu.SMEM(
-            (plan.rows * each, config.warpgroups * WARPS, max(plan.strips)), jnp.float32
-        )
-    ]
-    threads: dict[str, Any] = {}
-    if config.warpgroups > 1:
-        scratch.append(plgpu.Barrier(num_arrivals=config.warpgroups))
-        threads = {"num_threads": config.warpgroups, "thread_name": "warpgroup"}
-    body: Any = functools.partial(_gemv_kernel, plan=plan, names=tuple(inputs))
-    return tuple(
-        plgpu.kernel(
-            body,
-            out_type=tuple(
-                jax.ShapeDtypeStruct((plan.rows, n), d)
-                for n, d in zip(plan.widths, out_dtypes, strict=True)
-            ),
-            grid=(sum(plan.blocks),),
-            grid_names=("block",),
-            scratch_types=scratch,
-            **threads,
-            kernel_name="pk_gemv",
-            compiler_params=tc.params(),
-        )(*inputs.values())
-    )
+    return _launch(plan, tuple(jnp.dtype(d) for d in out_dtypes), inputs)

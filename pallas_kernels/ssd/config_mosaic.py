@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
 from pallas_kernels._common import hw
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, Keep
 
 
 HEAD_DIM = 64  # V, rows of a state and of a wgmma
@@ -33,17 +33,23 @@ class Config:
         next is rounded otherwise than inside one, so with more than one, a document's
         bits depend on where the borders fall.
       stages: chunks in shared memory at a time in the forward kernel, 2 or 3; changes
-        no result.
+        no result. 2 where it keeps states.
+      keep: what the forward keeps for the gradient. "states" are those that enter each
+        span of two chunks, in 16 bits, as many bytes as x; with "inputs" the backward
+        computes them again. They are the same.
     """
 
     segments: int | None = None
     stages: int = 3
+    keep: Keep = "inputs"
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
             raise ValueError(f"segments={self.segments}, allowed are >= 1 and None")
         if self.stages not in (2, 3):
             raise ValueError(f"stages={self.stages}, allowed are (2, 3)")
+        if self.keep not in get_args(Keep):
+            raise ValueError(f"keep={self.keep!r}, allowed are {get_args(Keep)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Mosaic GPU kernel that carries the gradient of the state back through the chunks.
 
-Half of its blocks run `kernel_pass` backward: they write dX, and dS at the exit of each
-span of two chunks. The other half compute the states again and write S at each span's
-entry. They need nothing of each other, so together they fill a card that either of them
-would leave idle when rows and heads are few. `kernel_grads` has the rest.
+Its blocks run `kernel_pass` backward: they write dX, and dS at the exit of each span of
+two chunks. Where the forward kept no states, as many blocks again compute them and
+write S at each span's entry. They need nothing of each other, so together they fill a
+card that either of them would leave idle when rows and heads are few. `kernel_grads`
+has the rest.
 """
 
 from __future__ import annotations
@@ -34,27 +35,24 @@ from pallas_kernels.ssd.kernel_pass import (
     STAGES,
     Place,
     barriers,
+    in_span,
     ring_scratch,
     run_block,
+    span_states,
+    starts_of,
     store_output,
+    store_state,
 )
 
 
-def _store_state(place, staging, out_ref, head, chunk, state):
-    """Sends the state of a span through `staging` to device memory."""
-    staging.at[head][...] = state
-    plgpu.commit_smem()
-    to = out_ref.at[place.item(head), lax.div(chunk, jnp.int32(SPAN))]
-    plgpu.copy_smem_to_gmem(staging.at[head], to)
-
-
 def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
-    *starts, dx_ref, d_states_ref, d_entries_ref, states_ref = refs
-    entering, leaving = starts[: len(starts) // 2], starts[len(starts) // 2 :]
+    count = starts_of(shapes)
+    leaving, refs = refs[:count], refs[count:]
+    entering = ()
+    if plain:
+        entering, refs = refs[:count], refs[count:]
+    dx_ref, d_states_ref, d_entries_ref, *states = refs
     block = lax.axis_index("item")
-
-    def in_span(chunk):
-        return lax.rem(chunk, jnp.int32(SPAN))
 
     @pl.when(block < shapes.pairs)
     def _():
@@ -67,7 +65,7 @@ def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
 
             @pl.when(in_span(chunk) == SPAN - 1)
             def _():
-                _store_state(
+                store_state(
                     place, staging["states"], d_states_ref, head, chunk, at_exit
                 )
 
@@ -87,6 +85,9 @@ def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
             skip_ref=skip_ref,
         )
 
+    if not plain:
+        return
+
     @pl.when(block >= shapes.pairs)
     def _():
         place = Place(shapes, block - shapes.pairs)
@@ -95,7 +96,7 @@ def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
             @pl.when(in_span(chunk) == 0)
             def _():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                _store_state(place, staging["states"], states_ref, head, chunk, entry)
+                store_state(place, staging["states"], states[0], head, chunk, entry)
 
         # The same memory; fewer copies arrive.
         memory = {"x": ring["dy"], "b": ring["b"], "gates": ring["gates"]}
@@ -119,6 +120,7 @@ def chunk_bwd(
     skip: jax.Array,
     starts: tuple[jax.Array, ...],
     d_starts: tuple[jax.Array, ...],
+    states: jax.Array | None,
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Runs the chunks in order for the states, in reverse for their gradients.
 
@@ -127,6 +129,7 @@ def chunk_bwd(
       sources: b, c [B T, G, N], x, dy [B T, H, V], and gates as `prepare` gives them.
       skip: f32[H], d.
       starts: as for `chunk_fwd`.
+      states: what `chunk_fwd` kept, `None` to compute them again.
       d_starts: the same against the order of time: f32[B H, V, N], the gradient of the
         states that leave the caller's rows, and of several segments where they lead.
 
@@ -137,33 +140,32 @@ def chunk_bwd(
       enter the caller's rows.
     """
     names = ("b", "c", "x", "dy", "gates")
-    states = jax.ShapeDtypeStruct(
-        (shapes.items, shapes.spans, *STATE_SHAPE), shapes.dtype
-    )
     operand = functools.partial(tc.operand, HEADS, dtype=shapes.dtype)
     in_ring = BACKWARD.sources(sources, output=True)
-    dx, d_states, d_entries, states_out = launch(
+    again = states is None
+    dx, d_states, d_entries, *found = launch(
         functools.partial(_bwd_kernel, shapes=shapes),
         "pk_ssd_bwd",
         {name: sources[name] for name in names},
-        (skip, *starts, *d_starts),
-        blocks=2 * shapes.pairs,
+        (skip, *d_starts, *(starts if again else ())),
+        blocks=(2 if again else 1) * shapes.pairs,
         out_type=(
             jax.ShapeDtypeStruct(sources["x"].shape, shapes.dtype),
-            states,
+            span_states(shapes),
             jax.ShapeDtypeStruct(
                 (shapes.items // shapes.segments, *STATE_SHAPE), jnp.float32
             ),
-            states,
+            *([span_states(shapes)] if again else []),
         ),
         scratch={
             "ring": ring_scratch(shapes, in_ring, STAGES, output=True),
-            "plain": barriers(PLAIN_COPIES, STAGES, output=False),
+            "plain": barriers(PLAIN_COPIES, STAGES, output=False) if again else {},
             "staging": {
                 "out": operand(CHUNK, HEAD_DIM),
                 "states": operand(*STATE_SHAPE),
             },
         },
     )
-    between: dict[str, Any] = {"states": states_out, "d_states": d_states}
+    between: dict[str, Any] = {"d_states": d_states}
+    between["states"] = found[0] if again else states
     return between, dx, d_entries

@@ -50,6 +50,7 @@ from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
     HEADS,
     REGISTERS,
+    SPAN,
     STATE_DIM,
     STATE_SHAPE,
     Config,
@@ -149,19 +150,26 @@ class Place:
         count = self.shapes.segments
         row, own = tc.split_index(self.row, count)
         unit = row * self.shapes.heads + self.head(index)
-        state = tc.load_global(starts[0].at[unit])
+
+        def start():
+            return tc.load_global(starts[0].at[unit])
+
         if count == 1:
-            return state
+            return start()
         _, ends, through = starts
 
-        def step(i, state):
+        def end(i):
             part = count - 2 - i if way.reverse else i
-            # The first segment began with the row's state.
-            state = jnp.where(i == 0, 0.0, state * through[part, unit, 0])
-            return state + tc.load_global(ends.at[part, unit])
+            return tc.load_global(ends.at[part, unit]), through[part, unit, 0]
+
+        def step(i, state):
+            after, left = end(i)
+            return state * left + after
 
         before = count - 1 - own if way.reverse else own
-        return lax.fori_loop(0, before, step, state)
+        # The first segment began with the row's state, so what it ends with has all.
+        state = lax.cond(before == 0, start, lambda: end(0)[0])
+        return lax.fori_loop(1, jnp.maximum(before, 1), step, state)
 
     def factors(self, index: Any) -> jax.Array:
         """Where a head is in the table of factors."""
@@ -398,6 +406,21 @@ def barriers(copies: int, stages: int, *, output: bool) -> dict[str, Any]:
     }
 
 
+def store_state(
+    place: Place, staging: Any, out_ref: Any, head: Any, chunk: Any, state: jax.Array
+) -> None:
+    """Sends the state of a span through `staging` to [B H, T / 128, V, N]."""
+    staging.at[head][...] = state
+    plgpu.commit_smem()
+    to = out_ref.at[place.item(head), lax.div(chunk, jnp.int32(SPAN))]
+    plgpu.copy_smem_to_gmem(staging.at[head], to)
+
+
+def in_span(chunk: jax.Array) -> jax.Array:
+    """Which of its span a chunk is."""
+    return lax.rem(chunk, jnp.int32(SPAN))
+
+
 def store_output(staging: Any, out_ref: Any, out: jax.Array, dtype: Any) -> None:
     """Sends Y^T or dX^T of a chunk through `staging` to [C, V] in device memory."""
     tc.store_transposed(staging, out.astype(dtype))
@@ -405,16 +428,26 @@ def store_output(staging: Any, out_ref: Any, out: jax.Array, dtype: Any) -> None
     plgpu.copy_smem_to_gmem(staging, out_ref)
 
 
-def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, config):
+def starts_of(shapes: Shapes) -> int:
+    """How many arrays say what enters the segments, see `Place.entering`."""
+    return 1 if shapes.segments == 1 else 3
+
+
+def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, stages):
     """Writes Y and the final state; `sources` has b, c, x and gates."""
-    *starts, out_ref, last_ref = refs
+    count = starts_of(shapes)
+    starts, (out_ref, last_ref, *states) = refs[:count], refs[count:]
     place = Place(shapes, lax.axis_index("item"))
 
     def emit(head, chunk, before, out):
-        del before
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         to = out_ref.at[place.tokens(chunk), place.head(head)]
-        store_output(staging.at[head], to, out, shapes.dtype)
+        store_output(staging["out"].at[head], to, out, shapes.dtype)
+        if states:
+
+            @pl.when(in_span(chunk) == 0)
+            def _():
+                store_state(place, staging["states"], states[0], head, chunk, before)
 
     def end(head, state, left):
         del left
@@ -430,35 +463,49 @@ def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, config):
         emit=emit,
         end=end,
         skip_ref=skip_ref,
-        stages=config.stages,
+        stages=stages,
     )
 
 
+def span_states(shapes: Shapes) -> jax.ShapeDtypeStruct:
+    """One state for each span of two chunks."""
+    shape = (shapes.items, shapes.spans, *STATE_SHAPE)
+    return jax.ShapeDtypeStruct(shape, shapes.dtype)
+
+
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def chunk_fwd(
     shapes: Shapes,
     config: Config,
+    keeps: bool,
     sources: dict[str, jax.Array],
     skip: jax.Array,
     starts: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Runs the chunks in order.
 
     Args:
       shapes: sizes of the call.
       config: launch parameters.
+      keeps: whether it returns the states as well.
       sources: b, c [B T, G, N], x [B T, H, V], and gates as `prepare` gives them.
       skip: f32[H], d.
       starts: f32[B H, V, N], the state that enters the caller's rows, and, of several
         segments, what `segment_ends` gives.
 
     Returns:
-      y [B T, H, V] of x's dtype, final state f32[B H, V, N] of the caller's rows.
+      y [B T, H, V] of x's dtype, final state f32[B H, V, N] of the caller's rows, and
+      with `keeps` `span_states`, at the entry of each span.
     """
     sources = FORWARD.sources(sources, output=True)
+    stages = STAGES if keeps else config.stages
+    operand = functools.partial(tc.operand, HEADS, dtype=shapes.dtype)
+    staging = {"out": operand(CHUNK, HEAD_DIM)}
+    if keeps:
+        staging["states"] = operand(*STATE_SHAPE)
     return launch(
-        functools.partial(_fwd_kernel, shapes=shapes, config=config),
+        functools.partial(_fwd_kernel, shapes=shapes, stages=stages),
         "pk_ssd_fwd",
         sources,
         (skip, *starts),
@@ -468,10 +515,11 @@ def chunk_fwd(
             jax.ShapeDtypeStruct(
                 (shapes.items // shapes.segments, *STATE_SHAPE), jnp.float32
             ),
+            *([span_states(shapes)] if keeps else []),
         ),
         scratch={
-            "ring": ring_scratch(shapes, sources, config.stages, output=True),
-            "staging": tc.operand(HEADS, CHUNK, HEAD_DIM, dtype=shapes.dtype),
+            "ring": ring_scratch(shapes, sources, stages, output=True),
+            "staging": staging,
         },
     )
 

@@ -55,6 +55,8 @@ def _starts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rule(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
+    # Nobody will ask for what the gradient wants.
+    config = dataclasses.replace(config, keep="inputs")
     return _rule_forward(shapes, config, x, step, g, b, c, d, start, state)[0]
 
 
@@ -65,19 +67,21 @@ def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, st
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
     first, *ends = _starts(shapes, FORWARD, sources, _flat(state))
     starts = (first, *(checkpoint_name(x, "ssd_segments") for x in ends))
-    y, last = chunk_fwd(shapes, config, sources, d, starts)
-    saved = (x, g, b, c, d, gates, starts)
+    keeps = config.keep == "states"
+    y, last, *kept = chunk_fwd(shapes, config, keeps, sources, d, starts)
+    states = checkpoint_name(kept[0], "ssd_states") if keeps else None
+    saved = (x, g, b, c, d, gates, starts, states)
     return (y.reshape(x.shape), last.reshape(state.shape)), saved
 
 
 def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
     del config
-    x, g, b, c, d, gates, starts = saved
+    x, g, b, c, d, gates, starts, states = saved
     dy, d_last = cotangents
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "dy": _flat(dy)}
     sources["gates"] = gates
     d_starts = _starts(shapes, BACKWARD, sources, _flat(d_last))
-    between, dx, d_entries = chunk_bwd(shapes, sources, d, starts, d_starts)
+    between, dx, d_entries = chunk_bwd(shapes, sources, d, starts, d_starts, states)
     grads = chunk_grads(shapes, sources | between)
     dstep, dg = (
         z[:, : shapes.heads].reshape(g.shape)

@@ -301,11 +301,17 @@ def test_all_gradients_are_those_of_the_recurrence(
 
 
 def test_places_of_the_backward_rings_are_used_again():
+    """And states that the forward kept are those that are computed again."""
     time = 4 * CHUNK
     args = arguments(time=time)
     known = (first(1, time, (0, 70)), cotangents(args))
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        got = gradients(args, *known, "mosaic", Config(segments=1))
+        got, kept = (
+            gradients(args, *known, "mosaic", Config(segments=1, keep=keep))
+            for keep in ("inputs", "states")
+        )
+    for a, b in zip(kept, got, strict=True):
+        np.testing.assert_array_equal(a, b)
     want = gradients(exact(args), *known, "reference")
     for name, a, b in zip(NAMES, got, want, strict=True):
         # A sum over all tokens of two heads that cancels: mostly rounding in bf16.
@@ -367,6 +373,8 @@ def test_other_values_are_refused():
         Config(segments=0)
     with pytest.raises(ValueError, match="stages=4"):
         Config(stages=4)
+    with pytest.raises(ValueError, match="keep='all', allowed are"):
+        Config(keep="all")
     with pytest.raises(ValueError, match="has none"):
         choose(*args[:5], config=Config(), implementation="xla")
 
