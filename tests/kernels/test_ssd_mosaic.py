@@ -275,11 +275,15 @@ def test_a_document_is_bit_equal_wherever_it_stands():
 
 
 @pytest.mark.parametrize(
-    "chunks, heads, groups, segments, dtype",
-    [(6, 2, 1, 3, "float16"), (2, 4, 2, 1, "bfloat16")],
+    "chunks, heads, groups, dtype, config",
+    [
+        (6, 2, 1, "float16", Config(segments=3)),
+        (2, 4, 2, "bfloat16", Config(segments=1)),
+    ],
+    ids=["segments", "groups"],
 )
 def test_all_gradients_are_those_of_the_recurrence(
-    chunks, heads, groups, segments, dtype
+    chunks, heads, groups, dtype, config
 ):
     """Heads that never and that quickly forget; the middle one of three segments has
     both ends. One SM, so that a ring's only block takes one chunk after the other."""
@@ -291,7 +295,7 @@ def test_all_gradients_are_those_of_the_recurrence(
     is_first = first(1, time, *((0, t) for t in starts))
     known = (is_first, cotangents(args))
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        got = gradients(args, *known, "mosaic", Config(segments=segments))
+        got = gradients(args, *known, "mosaic", config)
     want = gradients(exact(args), *known, "reference")
     assert_all_close(got, want)
     # The quickly forgetting head alone: its gradients are the smaller ones.
@@ -300,18 +304,13 @@ def test_all_gradients_are_those_of_the_recurrence(
         assert_all_close([got[at][:, :, 1]], [want[at][:, :, 1]], [name])
 
 
-def test_places_of_the_backward_rings_are_used_again():
-    """And states that the forward kept are those that are computed again."""
+@pytest.mark.parametrize("keep", ["inputs", "states"])
+def test_places_of_the_rings_are_used_again(keep):
     time = 4 * CHUNK
     args = arguments(time=time)
     known = (first(1, time, (0, 70)), cotangents(args))
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        got, kept = (
-            gradients(args, *known, "mosaic", Config(segments=1, keep=keep))
-            for keep in ("inputs", "states")
-        )
-    for a, b in zip(kept, got, strict=True):
-        np.testing.assert_array_equal(a, b)
+        got = gradients(args, *known, "mosaic", Config(segments=1, keep=keep))
     want = gradients(exact(args), *known, "reference")
     for name, a, b in zip(NAMES, got, want, strict=True):
         # A sum over all tokens of two heads that cancels: mostly rounding in bf16.
@@ -428,6 +427,7 @@ def test_layers_of_equal_sizes_share_their_kernels():
 @pytest.mark.parametrize("name", [x.name for x in specs.specs("model")])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_models_on_the_card(name, segments):
+    """With kept states there are the same bits: they are those computed again."""
     (spec,) = (x for x in specs.specs("model") if x.name == name)
     args = spec.arguments(jax.random.key(0))
 
@@ -442,8 +442,9 @@ def test_models_on_the_card(name, segments):
     names = (*NAMES[:-1], "dbias", NAMES[-1])
     for label, a, b in zip(names, got, want, strict=True):
         assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
-    for _ in range(100):
-        for label, a, b in zip(names, mosaic(*args), got, strict=True):
+    kept = run("mosaic", Config(segments=segments, keep="states"))
+    for call in (kept, *[mosaic] * 100):
+        for label, a, b in zip(names, call(*args), got, strict=True):
             assert bool(jnp.array_equal(a, b)), label
 
 
