@@ -543,6 +543,7 @@ def launch(
     blocks: int,
     out_type: tuple[jax.ShapeDtypeStruct, ...],
     scratch: dict[str, Any],
+    auto_barriers: bool = True,
 ) -> Any:
     """Runs a kernel with one block per item and four warpgroups.
 
@@ -554,6 +555,7 @@ def launch(
       blocks: how many items there are.
       out_type: its outputs.
       scratch: shared memory and barriers.
+      auto_barriers: as for `tensor_core.params`.
 
     Returns:
       The outputs.
@@ -575,5 +577,5 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=tc.params(),
+        compiler_params=tc.params(auto_barriers=auto_barriers),
     )(*sources.values(), *states)

@@ -80,6 +80,7 @@ def launch_grads(
     threads: int,
     registers: Sequence[int],
     scratch: dict[str, Any],
+    auto_barriers: bool = True,
 ) -> dict[str, jax.Array]:
     """Runs a kernel of gradients that need no order.
 
@@ -90,6 +91,7 @@ def launch_grads(
       blocks, threads: of the grid, and warpgroups of a block.
       registers: that a block's warpgroups ask for.
       scratch: shared memory and barriers.
+      auto_barriers: as for `tensor_core.params`.
 
     Returns:
       The outputs by name.
@@ -114,6 +116,6 @@ def launch_grads(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=tc.params(REDUCTION_BYTES),
+        compiler_params=tc.params(REDUCTION_BYTES, auto_barriers=auto_barriers),
     )(*sources.values())
     return dict(zip(out_type, results, strict=True))

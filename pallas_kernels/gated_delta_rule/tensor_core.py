@@ -31,10 +31,13 @@ ROWS = MATRIX  # how a warpgroup holds a matrix; a result of wgmma
 Operand = Any
 
 
-def params(reduction_bytes: int = 0) -> plgpu.CompilerParams:
+def params(
+    reduction_bytes: int = 0, *, auto_barriers: bool = True
+) -> plgpu.CompilerParams:
     """Compiler options of all kernels.
 
     Args:
+      auto_barriers: as for `attention.tensor_core.params`.
       reduction_bytes: shared memory that column sums exchange values through. There
         is one such place in a block: two warpgroups must not take them at a time.
     """
@@ -43,6 +46,7 @@ def params(reduction_bytes: int = 0) -> plgpu.CompilerParams:
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         reduction_scratch_bytes=reduction_bytes,
+        unsafe_no_auto_barriers=not auto_barriers,
     )
 
 

@@ -37,11 +37,15 @@ class Config:
       keep: what the forward keeps for the gradient. "states" are those that enter each
         span of two chunks, in 16 bits, as many bytes as x; with "inputs" the backward
         computes them again. They are the same.
+      auto_barriers: whether the compiler puts a barrier before and after each write to
+        memory. No write of these kernels needs one: `commit_smem` stands behind it, and
+        a wait for the copy that read the place before.
     """
 
     segments: int | None = None
     stages: int = 3
     keep: Keep = "inputs"
+    auto_barriers: bool = True
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
@@ -60,6 +64,7 @@ class Shapes:
       batch, time, heads, groups: B, T, H, G; T is a multiple of 128.
       dtype: of x, b, c and y.
       segments: neighbouring rows that are one row of the caller's, cut in time.
+      auto_barriers: as for `Config`.
     """
 
     batch: int
@@ -68,6 +73,7 @@ class Shapes:
     groups: int
     dtype: Any
     segments: int = 1
+    auto_barriers: bool = True
 
     @property
     def chunks(self) -> int:

@@ -310,7 +310,8 @@ def _columns(
         plgpu.barrier_wait(smem["pairs_full"])
         dc, db = tc.mma_onto((dc, (smem["pairs"], b)), (db, (smem["pairs"].T, c)))
         plgpu.barrier_arrive(smem["pairs_free"])
-        # Nobody reads these columns any more.
+        # Other warps of this one may still multiply with these columns, nobody else.
+        plgpu.commit_smem()
         for name, place_of, value in (("db", b, db), ("dc", c, dc)):
             place_of[...] = value.astype(shapes.dtype)
             plgpu.commit_smem()
@@ -478,4 +479,5 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
         threads=len(REGISTERS),
         registers=REGISTERS,
         scratch=scratch,
+        auto_barriers=shapes.auto_barriers,
     )

@@ -521,6 +521,7 @@ def chunk_fwd(
             "ring": ring_scratch(shapes, sources, stages, output=True),
             "staging": staging,
         },
+        auto_barriers=shapes.auto_barriers,
     )
 
 
@@ -592,5 +593,6 @@ def segment_ends(
             jax.ShapeDtypeStruct((count, CHUNK), jnp.float32),
         ),
         scratch={"ring": ring_scratch(shapes, sources, 4, output=False)},
+        auto_barriers=shapes.auto_barriers,
     )
     return tuple(x.reshape(parts, units, *x.shape[1:]) for x in (ends, through))

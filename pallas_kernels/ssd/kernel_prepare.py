@@ -137,5 +137,5 @@ def prepare(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_ssd_prepare",
-        compiler_params=tc.params(),
+        compiler_params=tc.params(auto_barriers=shapes.auto_barriers),
     )(g, step, start)

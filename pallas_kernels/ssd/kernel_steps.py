@@ -119,6 +119,6 @@ def step_gradients(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_ssd_steps",
-        compiler_params=tc.params(),
+        compiler_params=tc.params(auto_barriers=shapes.auto_barriers),
     )(*(grads[name] for name in (*SUMMED, "dstep")), gates)
     return dstep, dg

@@ -164,7 +164,11 @@ def ssd(
         z.reshape(batch * count, length, *z.shape[2:]) for z in (*inputs, starts)
     ]
     shapes = dataclasses.replace(
-        shapes, batch=batch * count, time=length, segments=count
+        shapes,
+        batch=batch * count,
+        time=length,
+        segments=count,
+        auto_barriers=config.auto_barriers,
     )
     skip = jnp.zeros((shapes.heads,), jnp.float32) if d is None else d
     *tokens, starts = rows

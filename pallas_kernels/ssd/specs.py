@@ -188,6 +188,8 @@ VARIANTS: dict[str, Config] = {
     **{f"segments{count}": Config(segments=count) for count in (1, 2, 4, 8)},
     "stages2": Config(stages=2),
     "keep_states": Config(keep="states"),
+    "no_barriers": Config(auto_barriers=False),
+    "keep_no_barriers": Config(keep="states", auto_barriers=False),
 }
 
 
