@@ -40,12 +40,15 @@ class Config:
       auto_barriers: whether the compiler puts a barrier before and after each write to
         memory. No write of these kernels needs one: `commit_smem` stands behind it, and
         a wait for the copy that read the place before.
+      overlap: whether a warpgroup computes beside its products what does not wait for
+        them.
     """
 
     segments: int | None = None
     stages: int = 3
     keep: Keep = "inputs"
     auto_barriers: bool = True
+    overlap: bool = False
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
@@ -64,7 +67,7 @@ class Shapes:
       batch, time, heads, groups: B, T, H, G; T is a multiple of 128.
       dtype: of x, b, c and y.
       segments: neighbouring rows that are one row of the caller's, cut in time.
-      auto_barriers: as for `Config`.
+      auto_barriers, overlap: as for `Config`.
     """
 
     batch: int
@@ -74,6 +77,7 @@ class Shapes:
     dtype: Any
     segments: int = 1
     auto_barriers: bool = True
+    overlap: bool = False
 
     @property
     def chunks(self) -> int:

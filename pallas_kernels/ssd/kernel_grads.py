@@ -46,6 +46,7 @@ from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
 from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
 from pallas_kernels.gated_delta_rule.kernel_grads import launch_grads
 from pallas_kernels.ssd.config_mosaic import SPAN, STATE_DIM, Shapes
+from pallas_kernels.ssd.kernel_pass import beside
 
 
 COLUMNS = STATE_DIM // 2  # of a warpgroup
@@ -234,11 +235,16 @@ def _move_state(place: _Turn, slot: Any, columns: Any, dtype: Any) -> None:
 
 
 def _head_columns(
-    slot: Any, table: Any, columns: Any, sums: tuple[jax.Array, jax.Array]
+    shapes: Shapes,
+    slot: Any,
+    table: Any,
+    columns: Any,
+    sums: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Adds a head's terms that read S and dS, in half of the N columns.
 
     Args:
+      shapes: sizes of the call.
       slot: x, dy, edges and gates of the head; b and c.
       table: f32[SUMS, C] in shared memory, for sums per token.
       columns: which half of the N columns.
@@ -251,24 +257,30 @@ def _head_columns(
     gates = slot["gates"].at[HERE]
     state, d_state = (slot["edges"].at[i, columns] for i in range(2))
 
-    def product(values, edge, along):
-        """Rows of values @ edge, and of each its product with the row of `along`."""
-        read = tc.mma((values, edge))
-        return read, jnp.sum(read * tc.load(along).astype(jnp.float32), axis=1)
+    def products_of_states():
+        kept = tc.load(state).astype(jnp.float32)
+        return jnp.sum(kept * tc.load(d_state).astype(jnp.float32), axis=1)
+
+    def along(read, name):
+        """Of each row of `read` its product with the row of b or c."""
+        rows = tc.load(slot[name].at[columns]).astype(jnp.float32)
+        return jnp.sum(read * rows, axis=1)
 
     enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
-    read, along_c = product(slot["dy"], state, slot["c"].at[columns])
-    dc = dc + read * tc.per_row(enter, SQUARE)
+    read_state, kept = beside(shapes, products_of_states, (slot["dy"], state))
 
+    def end_of_state():
+        total = dc + read_state * tc.per_row(enter, SQUARE)
+        return total, along(read_state, "c")
+
+    pair = (slot["x"], d_state)
+    read, (dc, along_c) = beside(shapes, end_of_state, pair)
     leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
     step = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
-    read, along_b = product(slot["x"], d_state, slot["b"].at[columns])
     db = db + read * tc.per_row(leave * step, SQUARE)
-    by_step = leave * along_b
+    by_step = leave * along(read, "b")
     at_exit = by_step * step
-
-    kept = tc.load(state).astype(jnp.float32) * tc.load(d_state).astype(jnp.float32)
-    kept = jnp.sum(kept, axis=1) * gates[Gate.ENTER, CHUNK - 1]
+    kept = kept * gates[Gate.ENTER, CHUNK - 1]
     table.at[TOTAL + columns][...] = enter * along_c - at_exit
     table.at[EXIT + columns][...] = at_exit + kept
     table.at[STEP + columns][...] = by_step
@@ -294,7 +306,7 @@ def _columns(
             plgpu.barrier_wait(smem["beside_full"])
 
         _move_state(place, slot, columns, shapes.dtype)
-        sums = _head_columns(slot, smem["sums"].at[at], columns, sums)
+        sums = _head_columns(shapes, slot, smem["sums"].at[at], columns, sums)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["summed"].at[at])
         plgpu.barrier_arrive(smem["free"].at[at])
@@ -337,9 +349,9 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
     row, column = tc.square_indices(CHUNK)
     index = row, column
 
-    def products(turn):
+    def keys(turn):
         b, c = (smem[name].at[_parity(turn)] for name in KEYS)
-        return tc.mma(*((c.at[i], b.at[i].T) for i in range(2)))
+        return [(c.at[i], b.at[i].T) for i in range(2)]
 
     def head_step(place, turn, own_product, member, carry):
         pairs, own_pairs = carry
@@ -358,15 +370,23 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
             halves = (tc.load(table.at[first + i], tc.PER_ROW) for i in range(2))
             return sum(halves, start=jnp.float32(0.0))
 
-        d_scores = tc.mma((smem["dy"].at[at], smem["x"].at[at].T))
+        # Without the diagonal, in which nothing decays.
+        d_scores, decay = beside(
+            shapes,
+            lambda: decay_matrix(gates, index, to_itself=False),
+            (smem["dy"].at[at], smem["x"].at[at].T),
+        )
         own = _diagonal(index, d_scores)
         write("dd", own)
         own_pairs = own_pairs + own * step(tc.PER_ROW)
-        # Without the diagonal, in which nothing decays.
-        d_scores = d_scores * decay_matrix(gates, index, to_itself=False)
-        pairs = pairs + d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE)
+        d_scores = d_scores * decay
         # Multiplied again for each head: registers are scarcer than products.
-        d_scores = d_scores * products(turn)
+        scores, pairs = beside(
+            shapes,
+            lambda: pairs + d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE),
+            *keys(turn),
+        )
+        d_scores = d_scores * scores
         table.at[TO_STEPS][...] = jnp.sum(d_scores, axis=0)
         d_scores = d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE)
         to_rows = jnp.sum(d_scores, axis=1)
@@ -384,7 +404,7 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         place = _Turn(shapes, turn)
         plgpu.barrier_wait(smem["keys_full"].at[_parity(turn)])
         # The decay from a token to itself is 1 in every head.
-        own_product = _diagonal(index, products(turn))
+        own_product = _diagonal(index, tc.mma(*keys(turn)))
         step = functools.partial(head_step, place, turn, own_product)
         pairs, own = lax.fori_loop(0, shapes.group, step, (zeros, no_own))
         pairs = jnp.where(row == column, tc.per_row(own, SQUARE), pairs)

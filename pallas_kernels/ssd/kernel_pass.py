@@ -58,6 +58,13 @@ from pallas_kernels.ssd.config_mosaic import (
 )
 
 
+def beside(shapes: Shapes, work: Callable[[], Any], *pairs: Any) -> tuple[Any, Any]:
+    """A sum of products as `mma` makes it, and what `work` computes."""
+    if shapes.overlap:
+        return tc.mma_beside(work, *pairs)
+    return tc.mma(*pairs), work()
+
+
 GROUPED = ("b", "c")  # sources that the heads of a group share
 STAGES = 2  # of kernels that write states as well
 # The fewest copies that arrive, without an output: values and gates of each head, and
@@ -297,17 +304,22 @@ def _state_pass(
         gates = ring["gates"].at[slot, head]
         values = ring[way.values].at[slot, head].T
         before = state.astype(shapes.dtype)
+
+        def weigh():
+            weighed = tc.load(values).astype(jnp.float32)
+            weighed = weighed * tc.per_column(way.writing(gates), shape)
+            return weighed.astype(shapes.dtype)
+
         read: Any = None
         if "scores" in ring:
             # First, for a product in flight costs the fewest registers here.
-            read = tc.mma((before, ring[way.read].at[slot].T))
+            pair = (before, ring[way.read].at[slot].T)
+            read, weighed = beside(shapes, weigh, pair)
             read = read * tc.per_column(way.reading(gates), shape)
-        weighed = tc.load(values).astype(jnp.float32)
-        weighed = weighed * tc.per_column(way.writing(gates), shape)
+        else:
+            weighed = weigh()
         across = gates[Gate.ENTER, CHUNK - 1]
-        sums: list[Any] = [
-            (state * across, (weighed.astype(shapes.dtype), ring[way.write].at[slot]))
-        ]
+        sums: list[Any] = [(state * across, (weighed, ring[way.write].at[slot]))]
         if read is not None:
             plgpu.barrier_wait(ring["mixed"].at[slot])
             scores = ring["scores"].at[slot, head]

@@ -169,6 +169,7 @@ def ssd(
         time=length,
         segments=count,
         auto_barriers=config.auto_barriers,
+        overlap=config.overlap,
     )
     skip = jnp.zeros((shapes.heads,), jnp.float32) if d is None else d
     *tokens, starts = rows

@@ -189,7 +189,8 @@ VARIANTS: dict[str, Config] = {
     "stages2": Config(stages=2),
     "keep_states": Config(keep="states"),
     "no_barriers": Config(auto_barriers=False),
-    "keep_no_barriers": Config(keep="states", auto_barriers=False),
+    "overlap": Config(overlap=True),
+    "all": Config(keep="states", auto_barriers=False, overlap=True),
 }
 
 
