@@ -105,19 +105,26 @@ def _served(rows: Rows) -> str:
 def _offload(rows: Rows) -> str:
     """Step times over remat's, and the deepest stacks."""
     texts = []
-    for mode, name in (("ring", "ring"), ("policy+graphs", "XLA's policy")):
+    for mode, name in (
+        ("ring", "ring"),
+        ("policy", "policy"),
+        ("policy+graphs", "policy with command buffers"),
+        ("remat+graphs", "remat with command buffers"),
+    ):
         over = [
             f"{row['ratio'] - 1:+.1%}"
             for row in rows
             if row["op"] == "offload" and row["implementation"] == mode and row["ratio"]
         ]
         if over:
-            texts.append(f"step time over remat's, {name}: {', '.join(over)}")
+            texts.append(f"{name} {', '.join(over)}")
     deepest = [
         f"{row['implementation']} {row['layers']}"
         for row in rows
         if row["op"] == "offload_longest" and row.get("layers")
     ]
+    if texts:
+        texts[0] = f"step time over remat's: {texts[0]}"
     return "; ".join(texts + [f"layers that fit: {', '.join(deepest)}"] * bool(deepest))
 
 
@@ -220,7 +227,8 @@ TECHNIQUES = (
     ),
     Technique(
         name="Engram: hashed n-gram memory, tables trained by rows",
-        state="`reference`, `xla`; kernels by name; tables on device, host or file",
+        state="`reference`, `xla`; kernels by name but for reads of the host; tables "
+        "on device, host or file",
         module="`jaxaccel.nn.engram`, `jaxaccel.core.host_table`",
         config="`experiments/engram/`",
         notebook="05_engram",
@@ -280,8 +288,8 @@ TECHNIQUES = (
     ),
     Technique(
         name="Caches of long contexts by a plan: ShadowKV, Quest, SnapKV, H2O, pages",
-        state="`xla`; values on the host or the device; kernels by name; "
-        "not measured yet",
+        state="`xla`; values on the host or the device; kernels of single steps; "
+        "decoding not measured yet",
         module="`jaxaccel.cache`",
         config="`experiments/kv_cache/`",
         notebook="06_kv_caches",

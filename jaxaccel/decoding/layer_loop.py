@@ -23,14 +23,12 @@ from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.data.batch import PackingMetadata, packing_metadata
 from jaxaccel.nn import few_rows
 from jaxaccel.nn.engram_memory import Reading
-from jaxaccel.nn.linear import Linear
+from jaxaccel.nn.few_rows import Ahead
 
 
-# (block, x, its part of the cache, the maps of the block behind it, if these are arrays
-# of their own) -> (x, that part anew, what to keep of the layer).
-LayerFn = Callable[
-    [Any, jax.Array, Any, tuple[Linear, ...]], tuple[jax.Array, Any, Any]
-]
+# (block, x, its part of the cache, the maps of the block behind it, `None` if they are
+# parts of arrays) -> (x, that part anew, what to keep of the layer).
+LayerFn = Callable[[Any, jax.Array, Any, Ahead], tuple[jax.Array, Any, Any]]
 
 
 def read_tokens(
@@ -52,7 +50,7 @@ def read_tokens(
         (batch, time), segment_ids=segments, cached_length=cache.length
     )
 
-    def layer(block: Any, x: jax.Array, part: Any, ahead: tuple[Linear, ...]):
+    def layer(block: Any, x: jax.Array, part: Any, ahead: Ahead):
         x, part, _ = block(x, meta, part, cache.length, ahead)
         return x, part, None
 
@@ -132,10 +130,11 @@ def _scan_run(
             for (graphdef, _), state in zip(parts, states, strict=True)
         ]
         # In a loop, a layer's weights are parts of arrays until they are read.
-        behind = map(few_rows.first_maps, blocks[1:] if repeats == 1 else [])
+        own = repeats == 1
+        behind = map(few_rows.first_maps, blocks[1:] if own else [])
         for block, cache in zip(blocks, caches, strict=True):
             part = None if cache is None else layer_part(cache, index, first)
-            x, part, keep = layer(block, x, part, next(behind, ()))
+            x, part, keep = layer(block, x, part, next(behind, () if own else None))
             after.append(put_part(cache, part))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -96,19 +96,19 @@ class Block(nnx.Module):
         meta: PackingMetadata,
         cache: LayerCache | None = None,
         length: jax.Array | None = None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, LayerCache | None, RouterAux | None]:
         """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`.
 
         `ahead` are the first maps of the layer behind, see `few_rows.project`.
         """
-        aux, behind = None, getattr(self.mlp, "first_maps", ())
+        aux = None
         if self.mixer is not None:
             with jax.named_scope("mixer"):
                 if few_rows.adds_itself(self.mixer, x, cache):
                     x, cache = self.mixer.added(
                         *(x, self.mixer_norm, meta, cache, length),
-                        ahead=ahead if self.mlp is None else behind,
+                        ahead=few_rows.behind_mixer(self, ahead),
                     )
                 else:
                     mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -278,7 +277,7 @@ class Attention(nnx.Module):
         meta: PackingMetadata,
         cache: Any,
         length: jax.Array | None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         return self._mixed(x, meta, cache, length, norm, ahead)
@@ -290,7 +289,7 @@ class Attention(nnx.Module):
         return (*maps, self.gate_proj) if self.config.output_gate else maps
 
     def _projections(
-        self, x: jax.Array, norm: RMSNorm | None
+        self, x: jax.Array, norm: RMSNorm | None, ahead: few_rows.Ahead
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """q, k, v of x, or of its norm, and the gate's logits with a norm."""
         if norm is None:
@@ -301,7 +300,7 @@ class Attention(nnx.Module):
         found = few_rows.project(
             *(self.products, x, self.first_maps),
             norm=norm,
-            ahead=(self.o_proj,),
+            ahead=None if ahead is None else (self.o_proj,),
             out_dtypes=dtypes,
         )
         q, k, v, *gate = found
@@ -314,7 +313,7 @@ class Attention(nnx.Module):
         cache: Any,
         length: jax.Array | None,
         norm: RMSNorm | None = None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, Any]:
         """See `__call__`, and `added` with a norm."""
         config = self.config
@@ -323,7 +322,7 @@ class Attention(nnx.Module):
         batch, time, _ = x.shape
         heads = (batch, time, config.num_heads, config.head_dim)
         kv_heads = (batch, time, config.num_kv_heads, config.head_dim)
-        q, k, v, gate = self._projections(x, norm)
+        q, k, v, gate = self._projections(x, norm, ahead)
         q = q.reshape(heads)  # [B, T, H, K]
         k = k.reshape(kv_heads)  # [B, T, G, K]
         v = v.reshape(kv_heads)  # [B, T, G, K]
@@ -405,7 +404,7 @@ class Attention(nnx.Module):
         o: jax.Array,
         gate: jax.Array | None,
         norm: RMSNorm | None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> jax.Array:
         """The heads' outputs [B, T, H, K], gated by x, as [B, T, D].
 

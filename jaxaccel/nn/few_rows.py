@@ -46,18 +46,35 @@ def adds_itself(part: Any, x: jax.Array, cache: Any) -> bool:
     return cache is not None and hasattr(part, "added") and applies(part.products, x)
 
 
+Ahead = Sequence[Linear] | None
+
+PREFETCH_BYTES = 24 * 2**20
+"""Of weights that a launch fetches for the next: half of what an H200's L2 holds."""
+
+
 def first_maps(block: Any) -> tuple[Linear, ...]:
     """The maps that a block of a decoder multiplies first, `()` if it is not known."""
     part = block.mlp if block.mixer is None else block.mixer
     return getattr(part, "first_maps", ())
 
 
-def _prefetched(ahead: Sequence[Linear], dtype: DTypeLike) -> tuple[jax.Array, ...]:
+def behind_mixer(block: Any, ahead: Ahead) -> Ahead:
+    """What is multiplied behind a block's mixer, if `ahead` is behind the block."""
+    if ahead is None or block.mlp is None:
+        return ahead
+    return getattr(block.mlp, "first_maps", ())
+
+
+def _prefetched(ahead: Ahead, dtype: DTypeLike) -> tuple[jax.Array, ...]:
     """Weights that the next launch reads as they are, a kernel's `prefetch`."""
-    arrays = [linear.kernel[...] for linear in ahead]
-    return tuple(
-        a for a in arrays if a.dtype == dtype and a.size * a.dtype.itemsize % 16 == 0
-    )
+    left, found = PREFETCH_BYTES, []
+    for linear in ahead or ():
+        array = linear.kernel[...]
+        size = array.size * array.dtype.itemsize
+        if array.dtype == dtype and size % 16 == 0 and size <= left:
+            found.append(array)
+            left -= size
+    return tuple(found)
 
 
 def project(
@@ -68,7 +85,7 @@ def project(
     norm: RMSNorm | None = None,
     swiglu: bool = False,
     residual: jax.Array | None = None,
-    ahead: Sequence[Linear] = (),
+    ahead: Ahead = None,
     out_dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Applies linear maps without biases to one x, see `pallas_kernels.gemv`.
@@ -80,7 +97,8 @@ def project(
       norm: what comes before them.
       swiglu: whether they are gate and up projection of one result.
       residual: like the one result, added to it.
-      ahead: the maps that are multiplied next, whose weights may be fetched.
+      ahead: the maps that are multiplied next, whose weights may be fetched; `None`
+        where nothing may, for they are parts of arrays.
       out_dtypes: of the results, the maps' compute dtype by default.
 
     Returns:
@@ -115,7 +133,7 @@ def output(
     y: jax.Array,
     linear: Linear,
     norm: RMSNorm | None,
-    ahead: Sequence[Linear] = (),
+    ahead: Ahead = None,
 ) -> jax.Array:
     """The last map of a mixer's step.
 

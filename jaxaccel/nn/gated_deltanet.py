@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -380,7 +379,10 @@ class GatedDeltaNet(nnx.Module):
         return self.qkv_proj, self.a_proj, self.b_proj, self.z_proj
 
     def _projections(
-        self, x: jax.Array, norm: RMSNorm | None = None
+        self,
+        x: jax.Array,
+        norm: RMSNorm | None = None,
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, ...]:
         """qkv, a, b, z of [B, T, D], as decoding takes them, or of its norm."""
         if few_rows.applies(self.products, x):
@@ -388,7 +390,7 @@ class GatedDeltaNet(nnx.Module):
             return few_rows.project(
                 *(self.products, x, self.first_maps),
                 norm=norm,
-                ahead=(self.out_proj,),
+                ahead=ahead,
                 out_dtypes=dtypes,
             )
         a = self.a_proj(x, out_dtype=jnp.float32)
@@ -401,13 +403,14 @@ class GatedDeltaNet(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         norm: RMSNorm | None = None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
         """One token, see `__call__`; a padded row keeps its cache and gives zeros.
 
         With a norm, x is the stream in front of it, and the result that behind.
         """
-        qkv, a, b, z = (p[:, 0] for p in self._projections(x, norm))
+        own = None if ahead is None else (self.out_proj,)
+        qkv, a, b, z = (p[:, 0] for p in self._projections(x, norm, own))
         layer = self._layer()
 
         def decode(pools, slots=None, implementation=self.step_implementation):
@@ -453,7 +456,7 @@ class GatedDeltaNet(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer | None,
         length: jax.Array | None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:

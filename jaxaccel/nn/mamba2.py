@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -400,7 +399,7 @@ class Mamba2(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         norm: RMSNorm | None = None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
         """One token, see `__call__`; a padded row keeps its cache and gives zeros.
 
@@ -410,7 +409,7 @@ class Mamba2(nnx.Module):
             xbc, dt, z = few_rows.project(
                 *(self.products, x, self.first_maps),
                 norm=norm,
-                ahead=(self.out_proj,),
+                ahead=None if ahead is None else (self.out_proj,),
                 out_dtypes=(self.dtype, jnp.float32, self.dtype),
             )
         else:
@@ -465,7 +464,7 @@ class Mamba2(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer | None,
         length: jax.Array | None,
-        ahead: Sequence[Linear] = (),
+        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:

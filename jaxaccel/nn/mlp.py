@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -113,13 +112,14 @@ class MLP(nnx.Module):
         return (self.up_proj,)
 
     def added(
-        self, x: jax.Array, norm: RMSNorm, ahead: Sequence[Linear] = ()
+        self, x: jax.Array, norm: RMSNorm, ahead: few_rows.Ahead = None
     ) -> jax.Array:
         """x [..., D] + self(norm(x)) in two launches, see `few_rows.adds_itself`."""
         is_gated = self.activation == "swiglu"
         project = functools.partial(few_rows.project, self.products)
         down = (self.down_proj,)
-        (h,) = project(x, self.first_maps, norm=norm, swiglu=is_gated, ahead=down)
+        own = None if ahead is None else down
+        (h,) = project(x, self.first_maps, norm=norm, swiglu=is_gated, ahead=own)
         (y,) = project(h if is_gated else relu2(h), down, residual=x, ahead=ahead)
         return y
 

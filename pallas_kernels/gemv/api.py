@@ -19,6 +19,7 @@ from pallas_kernels.gemv import reference, xla
 
 MAX_ROWS = configs.MAX_ROWS
 MEASURED_ROWS = 1
+DEEP = 3  # K over N from which XLA's products are as fast or faster in the rows
 
 
 def choose(
@@ -69,6 +70,8 @@ def choose(
     only_named = {}
     if (rows := x.shape[0]) > MEASURED_ROWS:
         only_named["mosaic"] = f"no measured row speaks for M = {rows} yet"
+    elif x.shape[1] >= DEEP * (width := sum(sizes["widths"])):
+        only_named["mosaic"] = f"XLA is faster where K = {x.shape[1]} and N = {width}"
     return select("gemv", implementation, refused, only_named=only_named, config=config)
 
 

@@ -47,14 +47,19 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.pick(table.shape[1], table.dtype)
-    is_on_host = jax.typeof(table).memory_space == jax.memory.Space.Host
     return select(
         "host_gather",
         implementation,
         refused,
-        only_named={} if is_on_host else _ON_DEVICE,
+        only_named={} if _is_on_host(table) else _ON_DEVICE,
         config=config,
     )
+
+
+def _is_on_host(table: Any) -> bool:
+    if isinstance(table, jax.ShapeDtypeStruct):  # whose type says nothing of it
+        return getattr(table.sharding, "memory_kind", None) == "pinned_host"
+    return jax.typeof(table).memory_space == jax.memory.Space.Host
 
 
 def host_gather(

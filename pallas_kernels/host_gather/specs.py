@@ -55,10 +55,7 @@ class Spec:
 
     def arguments(self, key: jax.Array) -> tuple[jax.Array, ...]:
         """table in the host's memory, ids."""
-        place = jax.sharding.SingleDeviceSharding(
-            jax.devices()[0], memory_kind="pinned_host"
-        )
-        return jax.device_put(self.table(), place), self.ids(key)
+        return jax.device_put(self.table(), on_host()), self.ids(key)
 
 
 SPECS = (
@@ -144,6 +141,13 @@ SPECS = (
 )
 
 
+def on_host() -> jax.sharding.Sharding:
+    """The host's memory, pinned."""
+    return jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+
+
 def specs(tag: str) -> Iterator[Spec]:
     """The specs with a tag."""
     return (spec for spec in SPECS if spec.tag == tag)
@@ -169,7 +173,9 @@ def _case(spec: Spec) -> Case:
         return functools.partial(api.host_gather, implementation=name)
 
     def picked() -> str:
-        table = jax.ShapeDtypeStruct((spec.num_rows, spec.dim), jnp.dtype(spec.dtype))
+        table = jax.ShapeDtypeStruct(
+            (spec.num_rows, spec.dim), jnp.dtype(spec.dtype), sharding=on_host()
+        )
         ids = jax.ShapeDtypeStruct(spec.lookups, jnp.int32)
         choice = api.choose(table, ids)
         return str(choice.config or choice.implementation)

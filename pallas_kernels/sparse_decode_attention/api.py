@@ -183,7 +183,7 @@ def sparse_decode_attention(
       layer: i32[], which of several layers' arrays of `held` is meant; less than 0 is
         0, and more than the last is the last.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can, and
-        never "mosaic" so far.
+        "mosaic" only where K is `MEASURED_DIM`.
 
     Returns:
       o f32[B, H, K], 0 where nothing counts, and f32[B, H], the logarithm of the sum of

@@ -17,7 +17,7 @@ from pallas_kernels.attention import tensor_core as tc
 from pallas_kernels.sparse_decode_attention.config import TILE, WARPGROUPS, Sizes
 
 
-TOGETHER = 32  # parts that are read at once
+TOGETHER = 16  # parts that are read at once
 
 
 def _join_kernel(*refs, sizes: Sizes, names: tuple[str, ...]):

@@ -74,7 +74,7 @@ def top_k_select(
       scores: f32[..., C].
       k: places to take, 1 to C.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can, and
-        never "mosaic" so far.
+        "mosaic" only from `LEAST_COLUMNS` scores on.
 
     Returns:
       i32[..., k], the places in ascending order; where fewer may be taken, the last

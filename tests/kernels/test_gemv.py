@@ -232,6 +232,8 @@ def test_limits_are_named():
         assert choice.implementation == "xla"
         assert "no measured row speaks for M = 2" in choice.refused["mosaic"]
         assert api.choose(x[:1], w).implementation == "mosaic"
+        deep = [jnp.ones(shape, jnp.bfloat16) for shape in ((1, 48), (48, 16))]
+        assert "XLA is faster" in api.choose(*deep).refused["mosaic"]
         assert api.choose(x, w, implementation="mosaic").config == Config(
             columns=8, burst=1, warpgroups=4
         )

@@ -183,7 +183,11 @@ def test_none_takes_the_kernel_for_what_is_on_the_host():
         jax.devices()[0], memory_kind="pinned_host"
     )
     with hw.assume():
-        assert api.choose(jax.device_put(table, place), ids).implementation == "mosaic"
+        struct = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place)
+        for on_host in (jax.device_put(table, place), struct):
+            assert api.choose(on_host, ids).implementation == "mosaic"
+        case = next(iter(specs.bench_cases("perf")))
+        assert case.picked().startswith("Config(")
         choice = api.choose(table, ids)
     assert choice.implementation == "xla"
     assert "on the device" in choice.refused["mosaic"]

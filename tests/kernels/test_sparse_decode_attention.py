@@ -191,8 +191,8 @@ def test_the_kernel_is_one_softmax_over_all_that_counts(name, sms):
     [
         # Two items share a box of 8 heads; places are used again.
         ({"heads": 8, "ring": 64}, 1, 2),
-        # More heads than an item has, and copies of half a tile.
-        ({"heads": 18, "kv_heads": 1, "ring": 32}, 1, 3),
+        # More heads than an item has, copies of half a tile, and K of the rows.
+        ({"heads": 18, "kv_heads": 1, "ring": 32, "head_dim": 128}, 1, 2),
     ],
     ids=["side-by-side", "split"],
 )
