@@ -36,6 +36,30 @@ def cut(value: jax.Array, parts: Any) -> None:
         value = value - part.astype(jnp.float32)
 
 
+class HeadTile:
+    """What a block has: a chunk of a row, of `HEAD_TILE` heads.
+
+    Attributes:
+      row, chunk: which one.
+      items: of the heads, over the rows.
+      by_token: index of [B T, H'].
+    """
+
+    def __init__(self, shapes: Shapes):
+        tiles = shapes.padded_heads // HEAD_TILE
+        block, tile = tc.split_index(lax.axis_index("block"), tiles)
+        self.row, self.chunk = tc.split_index(block, shapes.chunks)
+        self.items = pl.ds((self.row * tiles + tile) * HEAD_TILE, HEAD_TILE)
+        heads = pl.ds(tile * HEAD_TILE, HEAD_TILE)
+        self.by_token = (pl.ds(block * CHUNK, CHUNK), heads)
+
+    @staticmethod
+    def count(shapes: Shapes) -> int:
+        """How many there are."""
+        tiles = shapes.padded_heads // HEAD_TILE
+        return shapes.batch * shapes.chunks * tiles
+
+
 # What each of the two warpgroups makes, neighbours in the table.
 FROM_START, TO_EXIT = (Gate.TOTAL, Gate.ENTER), (Gate.LEAVE, Gate.BETA, Gate.START)
 
@@ -52,12 +76,9 @@ def _prepare_kernel(
     staging,
     shapes: Shapes,
 ):
-    tiles = shapes.padded_heads // HEAD_TILE
-    block, tile = tc.split_index(lax.axis_index("block"), tiles)
-    row, chunk = tc.split_index(block, shapes.chunks)
+    place = HeadTile(shapes)
+    row, chunk, here = place.row, place.chunk, place.by_token
     inside = pl.ds(chunk * CHUNK, CHUNK)
-    here = (pl.ds(block * CHUNK, CHUNK), pl.ds(tile * HEAD_TILE, HEAD_TILE))
-    items = pl.ds((row * tiles + tile) * HEAD_TILE, HEAD_TILE)
     later, earlier = tc.square_indices(CHUNK)
     start = tc.load_global(start_ref.at[row, inside], tc.PER_ROW)
     begin = tc.per_row(start, SQUARE)
@@ -76,7 +97,7 @@ def _prepare_kernel(
         for i, value in enumerate(values):
             tc.store_transposed(own.at[:, i], value)
         plgpu.commit_smem()
-        to = gates_ref.at[items, chunk, pl.ds(gates[0], len(gates))]
+        to = gates_ref.at[place.items, chunk, pl.ds(gates[0], len(gates))]
         plgpu.copy_smem_to_gmem(own, to)
         plgpu.wait_smem_to_gmem(0)
 
@@ -131,7 +152,7 @@ def prepare(
         out_type=jax.ShapeDtypeStruct(
             (items, shapes.chunks, len(Gate), CHUNK), jnp.float32
         ),
-        grid=(items // HEAD_TILE * shapes.chunks,),
+        grid=(HeadTile.count(shapes),),
         grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",

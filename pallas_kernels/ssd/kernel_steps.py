@@ -27,7 +27,7 @@ from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
 from pallas_kernels.ssd.config_mosaic import HEAD_TILE, Shapes
-from pallas_kernels.ssd.kernel_prepare import PARTS, cut
+from pallas_kernels.ssd.kernel_prepare import PARTS, HeadTile, cut
 
 
 SUMMED = ("d_total", "exits")
@@ -46,12 +46,9 @@ def _steps_kernel(
     staging,
     shapes: Shapes,
 ):
-    tiles = shapes.padded_heads // HEAD_TILE
-    block, tile = tc.split_index(lax.axis_index("block"), tiles)
-    row, chunk = tc.split_index(block, shapes.chunks)
-    item = (row * tiles + tile) * HEAD_TILE
-    by_head = (pl.ds(item, HEAD_TILE), pl.ds(chunk * CHUNK, CHUNK))
-    by_token = (pl.ds(block * CHUNK, CHUNK), pl.ds(tile * HEAD_TILE, HEAD_TILE))
+    place = HeadTile(shapes)
+    item, chunk = place.items.start, place.chunk
+    by_head = (place.items, pl.ds(chunk * CHUNK, CHUNK))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
@@ -74,13 +71,13 @@ def _steps_kernel(
         dg = tc.mma(
             *((ones.at[i], parts.at[i, j].T) for i in range(2) for j in range(PARTS))
         )
-        dg_out.at[by_token][...] = dg
+        dg_out.at[place.by_token][...] = dg
 
     @pl.when(warpgroup == 1)
     def _():
         tc.store_transposed(staging, tc.load_global(dstep_ref.at[by_head]))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, dstep_out.at[by_token])
+        plgpu.copy_smem_to_gmem(staging, dstep_out.at[place.by_token])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -109,11 +106,10 @@ def step_gradients(
     by_token = jax.ShapeDtypeStruct(
         (shapes.batch * shapes.time, shapes.padded_heads), jnp.float32
     )
-    tiles = shapes.padded_heads // HEAD_TILE
     dg, dstep = plgpu.kernel(
         functools.partial(_steps_kernel, shapes=shapes),
         out_type=(by_token, by_token),
-        grid=(shapes.batch * shapes.chunks * tiles,),
+        grid=(HeadTile.count(shapes),),
         grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",
