@@ -139,11 +139,9 @@ def longest(
         with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
             sizes = pool.map(lambda of: of.largest(smallest, step, most), programs)
         for of, size in zip(programs, sizes, strict=True):
-            compiled_size, note = size, ""
-            ms = second_call_ms(sized(size), of(size)) if size else None
-            while size and ms is None:
+            compiled_size, ms, note = size, None, ""
+            while size and (ms := second_call_ms(sized(size), of(size))) is None:
                 size -= step
-                ms = second_call_ms(sized(size), of(size)) if size else None
             if size < compiled_size:
                 note = f"{compiled_size} fitted as compiled and ran out of memory"
             elif size == most:
