@@ -30,11 +30,9 @@ class Config:
       warpgroups: computing ones of the forward and dq kernels, 64 queries each.
       step_kv: keys per step of the forward kernel.
       slots: tiles of K and V in shared memory of the forward kernel.
-      overlap: whether the values of one step are multiplied while the next step's
-        softmax is computed.
       ping_pong: whether warpgroups take turns at the tensor cores.
       persistent: whether the forward kernel has one block per SM that works through
-        several blocks of queries.
+        several blocks of queries, two of which are in shared memory.
       dq_step_kv, dq_slots: the same of the dq kernel.
       block_kv: keys of a block of the dk, dv kernel. 64 means that one warpgroup sums
         dk and one dv, which leaves room for head dim 256.
@@ -55,7 +53,6 @@ class Config:
     warpgroups: int = 2
     step_kv: int = 128
     slots: int = 4
-    overlap: bool = True
     ping_pong: bool = True
     persistent: bool = False
     dq_step_kv: int = 64
@@ -128,8 +125,8 @@ def heuristic(*, head_dim: int) -> Config:
         )
     if head_dim == 128:
         # Products of 64 x 64 from shared memory read it as fast as it can be read.
-        return once(slots=5, dq_step_kv=128, dkv_stages=4)
-    return once(slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6)
+        return once(persistent=True, slots=5, dq_step_kv=128, dkv_stages=4)
+    return once(persistent=True, slots=8, dq_step_kv=128, dq_slots=6, dkv_stages=6)
 
 
 def table_key(head_dim: int) -> str:

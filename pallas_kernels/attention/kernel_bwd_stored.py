@@ -92,11 +92,10 @@ def parts_of(plan: Plan, bounds: TileBounds) -> Parts | None:
       bounds: of its mask.
 
     Returns:
-      The parts, `None` where one row and kv head has more.
+      The parts, `None` where one row and kv head can have more.
     """
     one = Parts(rows=1, kv_heads=1, pairs=bounds.most_pairs)
-    scores = one.scores(plan)
-    fit = plan.config.scores_bytes // (math.prod(scores.shape) * scores.dtype.itemsize)
+    fit = _how_often(plan, one)
     if not fit:
         return None
     kv_heads = _largest_divisor(plan.kv_heads, fit)
@@ -104,6 +103,32 @@ def parts_of(plan: Plan, bounds: TileBounds) -> Parts | None:
     if kv_heads == plan.kv_heads:
         rows = _largest_divisor(plan.batch, fit // kv_heads)
     return dataclasses.replace(one, rows=rows, kv_heads=kv_heads)
+
+
+def parts_for_documents(plan: Plan, bounds: TileBounds) -> Parts | None:
+    """A row each with as many pairs as `scores_bytes` allow.
+
+    A row without documents has the `most_pairs` that `parts_of` counts with. One with
+    documents has far fewer: `bounds.pairs`, which only the device knows.
+
+    Args:
+      plan: sizes of the call.
+      bounds: of its mask.
+
+    Returns:
+      The parts, `None` where there are no documents.
+    """
+    pair = Parts(rows=1, kv_heads=plan.kv_heads, pairs=1)
+    fit = _how_often(plan, pair)
+    if not fit or not bounds.documents:
+        return None
+    return dataclasses.replace(pair, pairs=min(fit, bounds.most_pairs))
+
+
+def _how_often(plan: Plan, parts: Parts) -> int:
+    """How many times the dS of a part are within `scores_bytes`."""
+    scores = parts.scores(plan)
+    return plan.config.scores_bytes // (math.prod(scores.shape) * scores.dtype.itemsize)
 
 
 def _tile_at(plan, parts, *, row, head, pair, half):

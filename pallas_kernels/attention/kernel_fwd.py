@@ -12,9 +12,11 @@ with c = scale log2(e), or log2(e) after a soft cap. m begins at a finite number
 all others, so a query that sees nothing ends with l = 0 and no difference of
 infinities. A sink is a key without a value: m begins at its logit, l at 1.
 
-If `overlap`, the product of P and V runs while the next step's softmax is computed
-(FlashAttention-3, arXiv 2407.08608, section 3.2); if `ping_pong`, warpgroups begin
-their products in turn, so that one computes its softmax while another's run (3.1).
+The product of P and V runs while the next step's softmax is computed (FlashAttention-3,
+arXiv 2407.08608, section 3.2); if `ping_pong`, warpgroups begin their products in turn,
+so that one computes its softmax while another's run (3.1). If `persistent`, a block of
+the grid goes from one block of queries to the next, and the last product of one runs
+while the first softmax of the next is computed: rows of short documents have few steps.
 """
 
 from __future__ import annotations
@@ -131,15 +133,11 @@ def span(
     )
 
 
-def in_turn(
-    span_: Span, step: Callable[..., Any], carry: Any, *, begin: int = 0
-) -> Any:
-    """Runs step(i, carry, masked) for all steps from `begin` on."""
-    inner = jnp.maximum(span_.inner, begin)
-    carry = lax.fori_loop(begin, inner, functools.partial(step, masked=False), carry)
-    return lax.fori_loop(
-        inner, span_.count, functools.partial(step, masked=True), carry
-    )
+def in_turn(span_: Span, step: Callable[..., Any], carry: Any) -> Any:
+    """Runs step(i, carry, masked) for all steps."""
+    inner, count = span_.inner, span_.count
+    carry = lax.fori_loop(0, inner, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(inner, count, functools.partial(step, masked=True), carry)
 
 
 def capped(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -230,111 +228,241 @@ def _softmax(plan, scores, m, l, allowed):
     return largest, l * factor + jnp.sum(p, axis=1), factor, p
 
 
-def _attend(plan, smem, w, steps, interval, start, n, turns):
-    """Sums of one warpgroup over the steps of its block.
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What a warpgroup adds up over the steps of an item.
 
-    Args:
-      smem: q, and the ring.
-      w: the warpgroup.
-      steps: the block's `Span`.
-      interval: first and one-past-last key of each query, i32[64] in `PER_ROW`.
-      start: m and l to begin with, f32[64] in `PER_ROW`.
-      n: places of the ring that were used before.
-      turns: of the warpgroups.
-
-    Returns:
-      O before it is divided, f32[64, V]; m and l.
+    Attributes:
+      acc: O before it is divided, f32[64, V], without the last step's values.
+      m, l: the maxima and the sums, f32[64] in `PER_ROW`.
+      p: the last step's P, 16 bits, which its values are yet to be multiplied with.
     """
-    config, ring, q = plan.config, smem["ring"], smem["q"].at[w]
-    shape = (ROWS, config.step_kv)
-    wide = (ROWS, plan.head_dim)
-    low, high = (tc.per_row(x, shape) for x in interval)
 
-    def place(i, offset):
-        return lax.rem(n + 2 * i + offset, jnp.int32(config.slots))
+    acc: jax.Array
+    m: jax.Array
+    l: jax.Array
+    p: jax.Array
 
-    def arrived(slot):
+
+jax.tree_util.register_dataclass(_Sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """Queries of one head that a block works on.
+
+    Attributes:
+      row, block, head: which.
+      slot: of the queries in shared memory.
+      low: the first key of each query, i32[64] in `PER_ROW`.
+      end: places of the ring that were used after its last step.
+    """
+
+    row: jax.Array
+    block: jax.Array
+    head: jax.Array
+    slot: jax.Array
+    low: jax.Array
+    end: jax.Array
+
+
+jax.tree_util.register_dataclass(_Item)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computing:
+    """One warpgroup that computes.
+
+    Attributes:
+      plan: sizes of the call.
+      refs: inputs and outputs by name.
+      smem: scratch of `attention_fwd`.
+      w: the warpgroup.
+      turns: of the warpgroups.
+    """
+
+    plan: Plan
+    refs: dict[str, Any]
+    smem: dict[str, Any]
+    w: jax.Array
+    turns: _Turns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the scores of a step."""
+        return ROWS, self.plan.config.step_kv
+
+    def by_row(self, vector: jax.Array) -> jax.Array:
+        """A `PER_ROW` vector over the columns of O."""
+        return tc.per_row(vector, (ROWS, self.plan.head_dim))
+
+    def place(self, n: jax.Array) -> jax.Array:
+        return lax.rem(n, jnp.int32(self.plan.config.slots))
+
+    def arrived(self, slot: jax.Array) -> Any:
+        ring = self.smem["ring"]
         plgpu.barrier_wait(ring["full"].at[slot])
         return ring["tile"].at[slot]
 
-    def allowed(i):
-        key = tc.index(shape, 1) + steps.at(i) * config.step_kv
-        return (key >= low) & (key < high)
+    def give_back(self, slot: jax.Array) -> None:
+        tc.give_back(self.smem["ring"]["free"].at[slot])
 
-    def values(acc, p, slot):
-        def body(total):
-            tc.mma(total, p, ring["tile"].at[slot])
-            return tc.read(total)
+    def rows(self, block: jax.Array) -> Any:
+        return pl.ds(block * self.plan.config.block_q + self.w * ROWS, ROWS)
 
-        acc = tc.accumulate(body, acc)
-        tc.give_back(ring["free"].at[slot])
-        return acc
-
-    def scores_of(i):
-        slot = place(i, 0)
-        k = arrived(slot)
+    def scores(self, q: Any, n: jax.Array) -> jax.Array:
+        """Scores of the keys at a place of the ring."""
+        slot = self.place(n)
+        k = self.arrived(slot)
 
         def body(total):
             tc.mma(total, q, k.T)
-            turns.give()
+            self.turns.give()
             return tc.read(total)
 
-        scores = tc.accumulate(body, shape)
-        tc.give_back(ring["free"].at[slot])
+        scores = tc.accumulate(body, self.shape)
+        self.give_back(slot)
         return scores
 
-    def step(i, carry, masked):
-        acc, m, l = carry
-        scores = scores_of(i)
-        m, l, factor, p = _softmax(plan, scores, m, l, allowed(i) if masked else None)
-        acc = acc * tc.per_row(factor, wide)
-        p = tc.settle(p.astype(plan.dtype))
-        slot = place(i, 1)
-        arrived(slot)
-        turns.take()
-        return values(acc, p, slot), m, l
+    def values(self, sums: _Sums, end: jax.Array) -> jax.Array:
+        """O with the values at the last place before `end`."""
+        slot = self.place(end - 1)
+        v = self.arrived(slot)
 
-    def overlapped_step(i, carry, masked):
-        acc, m, l, p = carry
-        k_slot, v_slot = place(i, 0), place(i - 1, 1)
-        k, v = arrived(k_slot), arrived(v_slot)
-        turns.take()
+        def body(total):
+            tc.mma(total, sums.p, v)
+            self.turns.give()
+            return tc.read(total)
+
+        acc = tc.accumulate(body, sums.acc)
+        self.give_back(slot)
+        return acc
+
+    def scores_and_values(
+        self, q: Any, n: jax.Array, sums: _Sums, softmax: Callable[..., Any]
+    ) -> tuple[Any, jax.Array]:
+        """Scores at place n of the ring, and O with the values at the place before.
+
+        Args:
+          q: the queries of the scores.
+          n: a place.
+          sums: that the values are added to.
+          softmax: of the scores, while the values are multiplied.
+
+        Returns:
+          What `softmax` does; O.
+        """
+        k_slot, v_slot = self.place(n), self.place(n - 1)
+        k, v = self.arrived(k_slot), self.arrived(v_slot)
+        self.turns.take()
 
         def body(total, onto):
             tc.mma(total, q, k.T)
-            tc.mma(onto, p, v)
-            turns.give()
+            tc.mma(onto, sums.p, v)
+            self.turns.give()
             scores = tc.read(total, pending=1)
-            tc.give_back(ring["free"].at[k_slot])
-            now = _softmax(plan, scores, m, l, allowed(i) if masked else None)
-            return now, tc.read(onto)
+            self.give_back(k_slot)
+            return softmax(scores), tc.read(onto)
 
-        (new_m, new_l, factor, new_p), acc = tc.accumulate(body, shape, acc)
-        tc.give_back(ring["free"].at[v_slot])
+        result, acc = tc.accumulate(body, self.shape, sums.acc)
+        self.give_back(v_slot)
+        return result, acc
+
+    def item(
+        self, at: _Place, n: jax.Array, before: tuple[_Item, _Sums] | None
+    ) -> tuple[_Item, _Sums]:
+        """Works on an item, all but the values of its last step.
+
+        The first scores are computed beside the last values of the item before, whose
+        O is then written.
+
+        Args:
+          at: where the item is.
+          n: places of the ring that were used before.
+          before: the item before, if there is one.
+
+        Returns:
+          The item and its sums.
+        """
+        plan, config = self.plan, self.plan.config
+        rows = self.rows(at.block)
+        first_key, stop_key = (
+            tc.load_global(self.refs[name].at[at.row, rows], tc.PER_ROW)
+            for name in ("key_start", "key_stop")
+        )
+        low, high = (tc.per_row(x, self.shape) for x in (first_key, stop_key))
+        steps = span(self.refs["tiles"], at.row, at.block, config.step_kv, least=1)
+
+        def allowed(i):
+            key = tc.index(self.shape, 1) + steps.at(i) * config.step_kv
+            return (key >= low) & (key < high)
+
+        plgpu.barrier_wait(self.smem["q_full"].at[at.slot])
+        q = self.smem["q"].at[at.slot, self.w]
+        m, l = _start(plan, self.refs.get("sinks"), at.head)
+        zero = jnp.int32(0)
+
+        def first(scores):
+            # It may need a mask or not; there is always one.
+            return _softmax(plan, scores, m, l, allowed(zero))
+
+        if before is None:
+            self.turns.take()
+            m, l, _, p = first(self.scores(q, n))
+        else:
+            done, sums = before
+            (m, l, _, p), acc = self.scores_and_values(q, n, sums, first)
+            self.write(done, dataclasses.replace(sums, acc=acc))
         # Only now, as the product read the registers that this is written to.
-        new_p = tc.settle(new_p).astype(plan.dtype)
-        return acc * tc.per_row(factor, wide), new_m, new_l, new_p
+        p = tc.settle(p).astype(plan.dtype)
+        acc = tc.full((ROWS, plan.head_dim), 0.0, tc.MATRIX)
 
-    acc = tc.full(wide, 0.0, tc.MATRIX)
-    if not config.overlap:
-        turns.take()
-        acc, m, l = in_turn(steps, step, (acc, *start))
-        # The turn that was taken for the products of another step.
-        turns.give()
-        return acc, m, l
-    turns.take()
-    # This one may need a mask or not; there is always one.
-    m, l = start
-    zero = jnp.int32(0)
-    m, l, _, p = _softmax(plan, scores_of(zero), m, l, allowed(zero))
-    carry = (acc, m, l, p.astype(plan.dtype))
-    acc, m, l, p = in_turn(steps, overlapped_step, carry, begin=1)
-    slot = place(steps.count - 1, 1)
-    arrived(slot)
-    turns.take()
-    acc = values(acc, p, slot)
-    turns.give()
-    return acc, m, l
+        def step(i, sums, masked):
+            def softmax(scores):
+                mask = allowed(i) if masked else None
+                return _softmax(plan, scores, sums.m, sums.l, mask)
+
+            (m, l, factor, p), acc = self.scores_and_values(q, n + 2 * i, sums, softmax)
+            p = tc.settle(p).astype(plan.dtype)
+            return _Sums(acc * self.by_row(factor), m, l, p)
+
+        inner = jnp.maximum(steps.inner, 1)
+        unmasked = functools.partial(step, masked=False)
+        sums = lax.fori_loop(1, inner, unmasked, _Sums(acc, m, l, p))
+        if before is not None:
+            # By now they are written, and the queries of the item after may come.
+            self.give_back_queries(before[0].slot)
+        sums = lax.fori_loop(
+            inner, steps.count, functools.partial(step, masked=True), sums
+        )
+        end = n + 2 * steps.count
+        return _Item(at.row, at.block, at.head, at.slot, first_key, end), sums
+
+    def last_values(self, item: _Item, sums: _Sums) -> None:
+        """Ends the last item of a block."""
+        self.turns.take()
+        self.write(item, dataclasses.replace(sums, acc=self.values(sums, item.end)))
+        self.give_back_queries(item.slot)
+
+    def write(self, item: _Item, sums: _Sums) -> None:
+        """Divides and writes o and the logarithm of the sums, in base 2."""
+        nothing, invalid = sums.l == 0.0, item.low < 0
+        inverse = jnp.where(nothing, 0.0, 1.0 / sums.l)
+        inverse = jnp.where(invalid, jnp.nan, inverse)
+        log_total = jnp.where(nothing, NOTHING, sums.m + jnp.log(sums.l) * LOG2_E)
+        log_total = jnp.where(invalid, jnp.nan, log_total)
+        o, lse = self.smem["q"].at[item.slot, self.w], self.smem["lse"].at[self.w]
+        o[...] = (sums.acc * self.by_row(inverse)).astype(self.plan.dtype)
+        lse[...] = log_total
+        plgpu.commit_smem()
+        rows = self.rows(item.block)
+        plgpu.copy_smem_to_gmem(o, self.refs["o"].at[item.row, rows, item.head])
+        plgpu.copy_smem_to_gmem(lse, self.refs["lse"].at[item.row, item.head, rows])
+
+    def give_back_queries(self, slot: jax.Array) -> None:
+        """Lets queries come to where the o was that is written."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.smem["q_free"].at[slot])
 
 
 def _start(plan, sinks_ref, head):
@@ -348,114 +476,143 @@ def _start(plan, sinks_ref, head):
     return tuple(tc.full((ROWS,), x, tc.PER_ROW) for x in (m, l))
 
 
-def _finish(plan, refs, smem, w, where, interval, sums):
-    """Divides and writes o and the logarithm of the sums, in base 2."""
-    row, head, rows = where
-    low, _ = interval
-    acc, m, l = sums
-    nothing = l == 0.0
-    inverse = jnp.where(nothing, 0.0, 1.0 / l)
-    inverse = jnp.where(low < 0, jnp.nan, inverse)
-    log_total = jnp.where(nothing, NOTHING, m + jnp.log(l) * LOG2_E)
-    log_total = jnp.where(low < 0, jnp.nan, log_total)
-    q, lse = smem["q"].at[w], smem["lse"].at[w]
-    q[...] = (acc * tc.per_row(inverse, acc.shape)).astype(plan.dtype)
-    lse[...] = log_total
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, refs["o"].at[row, rows, head])
-    plgpu.copy_smem_to_gmem(lse, refs["lse"].at[row, head, rows])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an item is.
 
-
-def _items(total: int, blocks: int, body: Callable[..., Any], carry: Any) -> Any:
-    """body(round, index, carry) for all work of this block of the grid.
-
-    Work comes in descending order, so every other round goes backwards.
+    Attributes:
+      row, block, head: which queries.
+      slot: where in shared memory they come.
     """
-    me = lax.axis_index("block")
-    if total == blocks:
-        return body(jnp.int32(0), me, carry)
-    whole, rest = divmod(total, blocks)
-    backwards = whole % 2 == 1
-    mine = blocks - 1 - me if backwards else me
 
-    def one(i, carry):
-        there = lax.rem(i, jnp.int32(2)) == 1
-        place = lax.select(there, blocks - 1 - me, me)
-        return body(i, i * blocks + place, carry)
+    row: jax.Array
+    block: jax.Array
+    head: jax.Array
+    slot: jax.Array
 
-    rounds = whole + (mine < rest).astype(jnp.int32)
-    return lax.fori_loop(0, rounds, one, carry)
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The items of a block of the grid.
+
+    Attributes:
+      plan: sizes of the call.
+      order: `TileBounds.q_order` in device memory.
+      blocks: of the grid.
+      total: items of all.
+    """
+
+    plan: Plan
+    order: Any
+    blocks: int
+    total: int
+
+    @property
+    def slots(self) -> int:
+        """Places of queries: while one has the next item's, o is written from one."""
+        return min(2, -(-self.total // self.blocks))
+
+    @property
+    def rounds(self) -> int | jax.Array:
+        """How many items this block has."""
+        whole, rest = divmod(self.total, self.blocks)
+        if not rest:
+            return whole
+        return whole + (self._me(whole) < rest).astype(jnp.int32)
+
+    def _me(self, i: int | jax.Array) -> jax.Array:
+        """This block's place in a round; work descends, so every other one turns."""
+        me = lax.axis_index("block")
+        backwards = lax.rem(jnp.int32(i), jnp.int32(2)) == 1
+        return lax.select(backwards, self.blocks - 1 - me, me)
+
+    def ordered(self, i: int | jax.Array) -> jax.Array:
+        """What `order` has of the i-th item, or of any item where there is no i-th."""
+        index = jnp.minimum(i * self.blocks + self._me(i), self.total - 1)
+        return self.order[lax.div(index, jnp.int32(self.plan.heads))]
+
+    def at(self, i: int | jax.Array, ordered: jax.Array) -> _Place:
+        """Where the i-th item is; neighbours differ in the head."""
+        index = i * self.blocks + self._me(i)
+        row, block = tc.split_index(ordered, self.plan.q_blocks)
+        head = lax.rem(index, jnp.int32(self.plan.heads))
+        return _Place(row, block, head, lax.rem(jnp.int32(i), jnp.int32(self.slots)))
+
+
+def _copy(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], work: _Work) -> None:
+    """The warpgroup that copies: queries and the ring's tiles, in the order of use."""
+    config, ring = plan.config, smem["ring"]
+
+    def item(i, n):
+        at = work.at(i, work.ordered(i))
+        steps = span(refs["tiles"], at.row, at.block, config.step_kv, least=1)
+        kv_head = lax.div(at.head, jnp.int32(plan.group))
+
+        def fetch_queries():
+            @pl.when(i >= work.slots)
+            def _():
+                plgpu.barrier_wait(smem["q_free"].at[at.slot])
+
+            for w in range(config.warpgroups):
+                rows = pl.ds(at.block * config.block_q + w * ROWS, ROWS)
+                source = refs["q"].at[at.row, rows, at.head]
+                full = smem["q_full"].at[at.slot]
+                plgpu.copy_gmem_to_smem(source, smem["q"].at[at.slot, w], full)
+
+        def step(j, n):
+            keys = pl.ds(steps.at(j) * config.step_kv, config.step_kv)
+            source = refs["k"].at[at.row, keys, kv_head]
+            copy_tile(ring, n, config.slots, [("tile", source)])
+            pl.when(j == 0)(fetch_queries)
+            source = refs["v"].at[at.row, keys, kv_head]
+            copy_tile(ring, n + 1, config.slots, [("tile", source)])
+            return n + 2
+
+        return lax.fori_loop(0, steps.count, step, n)
+
+    rounds = work.rounds
+    n = lax.fori_loop(0, rounds, item, jnp.int32(0))
+    drain(ring, n, config.slots)
+
+    def written(i, carry):
+        plgpu.barrier_wait(smem["q_free"].at[lax.rem(i, jnp.int32(work.slots))])
+        return carry
+
+    lax.fori_loop(jnp.maximum(jnp.int32(rounds) - work.slots, 0), rounds, written, None)
 
 
 def _attention_fwd_kernel(refs, smem, *, plan, blocks):
-    config = plan.config
-    count = config.warpgroups
+    count = plan.config.warpgroups
     warpgroup = lax.axis_index("warpgroup")
     total = plan.batch * plan.q_blocks * plan.heads
     registers = REGISTERS[count]
-
-    def where(index):
-        row, block, head = work_item(refs["order"], index, plan.heads, plan.q_blocks)
-        steps = span(refs["tiles"], row, block, config.step_kv, least=1)
-        return row, block, head, steps
+    work = _Work(plan, refs["order"], blocks, total)
 
     @pl.when(warpgroup == count)
     def _():
         plgpu.set_max_registers(registers[-1], action="decrease")
-        ring = smem["ring"]
-
-        def item(i, index, n):
-            row, block, head, steps = where(index)
-            kv_head = lax.div(head, jnp.int32(plan.group))
-
-            def fetch_queries():
-                @pl.when(i > 0)
-                def _():
-                    plgpu.barrier_wait(smem["q_free"])
-
-                for w in range(count):
-                    rows = pl.ds(block * config.block_q + w * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(
-                        refs["q"].at[row, rows, head], smem["q"].at[w], smem["q_full"]
-                    )
-
-            def step(j, n):
-                keys = pl.ds(steps.at(j) * config.step_kv, config.step_kv)
-                source = refs["k"].at[row, keys, kv_head]
-                copy_tile(ring, n, config.slots, [("tile", source)])
-                pl.when(j == 0)(fetch_queries)
-                source = refs["v"].at[row, keys, kv_head]
-                copy_tile(ring, n + 1, config.slots, [("tile", source)])
-                return n + 2
-
-            return lax.fori_loop(0, steps.count, step, n)
-
-        n = _items(total, blocks, item, jnp.int32(0))
-        drain(ring, n, config.slots)
-        plgpu.barrier_wait(smem["q_free"])
+        _copy(plan, refs, smem, work)
 
     @pl.when(warpgroup < count)
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
         turns = _Turns(smem.get("turn"), warpgroup, count)
         turns.begin()
+        me = _Computing(plan, refs, smem, warpgroup, turns)
+        # The order is read an item ahead, the rest beside an item's first products.
+        last = me.item(work.at(0, work.ordered(0)), jnp.int32(0), None)
+        if work.slots > 1:
 
-        def item(i, index, n):
-            row, block, head, steps = where(index)
-            rows = pl.ds(block * config.block_q + warpgroup * ROWS, ROWS)
-            interval = tuple(
-                tc.load_global(refs[x].at[row, rows], tc.PER_ROW)
-                for x in ("key_start", "key_stop")
-            )
-            start = _start(plan, refs.get("sinks"), head)
-            plgpu.barrier_wait(smem["q_full"])
-            sums = _attend(plan, smem, warpgroup, steps, interval, start, n, turns)
-            _finish(plan, refs, smem, warpgroup, (row, head, rows), interval, sums)
-            plgpu.barrier_arrive(smem["q_free"])
-            return n + 2 * steps.count
+            def item(i, carry):
+                last, ordered = carry
+                at = work.at(i, ordered)
+                ordered = work.ordered(i + 1)
+                return me.item(at, last[0].end, last), ordered
 
-        _items(total, blocks, item, jnp.int32(0))
+            carry = last, work.ordered(1)
+            last, _ = lax.fori_loop(1, work.rounds, item, carry)
+        done, sums = last
+        me.last_values(done, sums)
         turns.end()
         plgpu.wait_smem_to_gmem(0)
 
@@ -476,25 +633,23 @@ def attention_fwd(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, 
     config = plan.config
     q = inputs["q"]
     lse_shape = (plan.batch, plan.heads, q.shape[1])
+    total = plan.batch * plan.q_blocks * plan.heads
+    blocks = min(total, hw.device().sms) if config.persistent else total
+    q_slots = _Work(plan, None, blocks, total).slots
+    count, dim = config.warpgroups, plan.head_dim
     scratch = {
-        "q": tc.operand(config.warpgroups, ROWS, plan.head_dim, dtype=plan.dtype),
-        "lse": plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=config.warpgroups),
-        "q_free": plgpu.Barrier(num_arrivals=config.warpgroups),
+        "q": tc.operand(q_slots, count, ROWS, dim, dtype=plan.dtype),
+        "lse": plgpu.SMEM((count, ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=count, num_barriers=q_slots),
+        "q_free": plgpu.Barrier(num_arrivals=count, num_barriers=q_slots),
         "ring": {
-            "tile": tc.operand(
-                config.slots, config.step_kv, plan.head_dim, dtype=plan.dtype
-            ),
+            "tile": tc.operand(config.slots, config.step_kv, dim, dtype=plan.dtype),
             "full": plgpu.Barrier(num_arrivals=1, num_barriers=config.slots),
-            "free": plgpu.Barrier(
-                num_arrivals=config.warpgroups, num_barriers=config.slots
-            ),
+            "free": plgpu.Barrier(num_arrivals=count, num_barriers=config.slots),
         },
     }
     if config.ping_pong:
-        scratch["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=config.warpgroups)
-    total = plan.batch * plan.q_blocks * plan.heads
-    blocks = min(total, hw.device().sms) if config.persistent else total
+        scratch["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=count)
     return launch(
         functools.partial(_attention_fwd_kernel, plan=plan, blocks=blocks),
         "pk_attention_fwd",
@@ -504,7 +659,7 @@ def attention_fwd(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, 
             "lse": jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         },
         blocks=blocks,
-        registers=REGISTERS[config.warpgroups],
+        registers=REGISTERS[count],
         scratch=scratch,
     )
 
@@ -550,5 +705,5 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name=name,
-        compiler_params=tc.params(auto_barriers=auto_barriers),
+        compiler_params=tc.params(auto_barriers=auto_barriers, reduction_bytes=0),
     )(*inputs.values())

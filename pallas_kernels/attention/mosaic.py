@@ -69,10 +69,12 @@ def backward_inputs(
 
     q, k, v and do are padded as for `forward_inputs`; o and lse are what it gave.
     """
-    delta = jnp.einsum("bthv,bthv->bht", do.astype(jnp.float32), o.astype(jnp.float32))
+    delta = jnp.einsum("bthv,bthv->bth", do.astype(jnp.float32), o.astype(jnp.float32))
     if d_lse is not None:
         # The logarithm of the sums has the softmax as its gradient.
-        delta = delta - jnp.swapaxes(d_lse, 1, 2)
+        delta = delta - d_lse
+    # Within the fusion that stacks, one thread would sum a row value by value.
+    delta = jnp.swapaxes(jax.lax.optimization_barrier(delta), 1, 2)
     return {
         "q": q,
         "k": k,
@@ -106,14 +108,23 @@ def gradients(
     Returns:
       Like q, k and v, of the blocks that `bounds` has.
     """
-    parts = None
-    if plan.config.backward == "stored":
-        parts = kernel_bwd_stored.parts_of(plan, bounds)
+
+    def recomputed(inputs, bounds):
+        dq = attention_dq(plan, inputs | by_query(bounds))
+        dk, dv = attention_dkv(plan, inputs | by_key(bounds))
+        return dq, dk, dv
+
+    if plan.config.backward != "stored":
+        return recomputed(inputs, bounds)
+    parts = kernel_bwd_stored.parts_of(plan, bounds)
     if parts is not None:
         return kernel_bwd_stored.gradients(plan, parts, inputs, bounds)
-    dq = attention_dq(plan, inputs | by_query(bounds))
-    dk, dv = attention_dkv(plan, inputs | by_key(bounds))
-    return dq, dk, dv
+    parts = kernel_bwd_stored.parts_for_documents(plan, bounds)
+    if parts is None:
+        return recomputed(inputs, bounds)
+    stored = functools.partial(kernel_bwd_stored.gradients, plan, parts)
+    fits = bounds.pairs <= parts.pairs
+    return jax.lax.cond(fits, stored, recomputed, inputs, bounds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -360,6 +360,9 @@ def _case(spec: Spec, backward: bool) -> Case:
         if spec.logit_cap is None and not (spec.is_packed and spec.window):
             cudnn = _cudnn_packed if spec.is_packed else _cudnn
             peers["cudnn"] = lambda: cudnn(spec, backward)
+            if spec.is_packed and spec.heads > spec.kv_heads:
+                # cuDNN's gradients of packed rows are other ones for grouped heads.
+                peers["cudnn_repeated"] = lambda: _cudnn_packed(spec, backward, True)
     size = f"{spec.batch}x{spec.time} H{spec.heads} G{spec.kv_heads} K{spec.dim}"
     return Case(
         workload=f"{spec.name} {size} {'fwd+bwd' if backward else 'fwd'}",
@@ -403,13 +406,17 @@ def documents_of_cudnn(spec: Spec) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(lengths, rows), np.tile(offsets, rows)
 
 
-def _cudnn_packed(spec: Spec, backward: bool) -> tuple[Callable[..., Any], str]:
+def _cudnn_packed(
+    spec: Spec, backward: bool, repeated: bool = False
+) -> tuple[Callable[..., Any], str]:
     from pallas_kernels._common.cudnn_peer import packed_attention
 
     lengths, offsets = documents_of_cudnn(spec)
 
     def op(q, k, v, **unused):
         del unused
+        if repeated:
+            k, v = (jnp.repeat(x, spec.heads // spec.kv_heads, axis=2) for x in (k, v))
         return packed_attention(q, k, v, lengths, offsets, scale=spec.dim**-0.5)
 
     return run(spec, op, backward), jax.__version__

@@ -25,18 +25,22 @@ from pallas_kernels._common.layout import shared_bytes as shared_bytes
 from pallas_kernels._common.layout import split_index as split_index
 
 
-def params(*, auto_barriers: bool = True) -> plgpu.CompilerParams:
+def params(
+    *, auto_barriers: bool = True, reduction_bytes: int = 2048
+) -> plgpu.CompilerParams:
     """Compiler options of all kernels.
 
     Args:
       auto_barriers: whether the compiler puts a barrier before and after each write to
         memory. A kernel needs none if `commit_smem` or a wait for copies stands
         between a write and what other warps did with that memory before and do after.
+      reduction_bytes: shared memory for sums over more than a warp; rows need none.
     """
     # The default semantics takes minutes to infer layouts for bodies of this size.
     return plgpu.CompilerParams(
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
+        reduction_scratch_bytes=reduction_bytes,
         unsafe_no_auto_barriers=not auto_barriers,
     )
 

@@ -31,6 +31,7 @@ INVALID = -1
     ),
     meta_fields=(
         *("time", "length", "block_q", "block_kv", "causal", "window", "prefix"),
+        "documents",
     ),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class TileBounds:
       block_q, block_kv: outer blocks, multiples of 64.
       causal, window: the mask's options, compared with those of the call.
       prefix: whether there are prefixes.
+      documents: whether there are segment ids.
     """
 
     key_start: jax.Array
@@ -77,6 +79,12 @@ class TileBounds:
     causal: bool
     window: int | None
     prefix: bool
+    documents: bool
+
+    @property
+    def pairs(self) -> jax.Array:
+        """How long the list of `first_pair` is in the row where it is longest, i32."""
+        return jnp.max(self.first_pair[:, -1] + self.kv_tiles[:, -1, 1])
 
     @property
     def most_pairs(self) -> int:
@@ -335,4 +343,5 @@ def tile_bounds(
         causal=causal,
         window=window,
         prefix=is_prefix is not None,
+        documents=q_segment_ids is not None,
     )

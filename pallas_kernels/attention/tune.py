@@ -39,29 +39,22 @@ CANDIDATES: dict[str, dict[int, tuple[dict[str, Any], ...]]] = {
     "fwd": {
         64: (
             {},
-            {"overlap": False},
             {"ping_pong": False},
-            {"overlap": False, "ping_pong": False},
-            {"persistent": True},
+            {"persistent": False},
             {"step_kv": 64, "slots": 8},
         ),
         128: (
             {},
-            {"overlap": False},
             {"ping_pong": False},
-            {"overlap": False, "ping_pong": False},
-            {"persistent": True},
-            {"persistent": True, "overlap": False},
+            {"persistent": False},
             {"slots": 4},
             {"step_kv": 64, "slots": 8},
         ),
         256: (
             {},
-            {"overlap": False},
             {"ping_pong": False},
-            {"overlap": False, "ping_pong": False},
-            {"persistent": True},
             {"slots": 3},
+            {"persistent": True, "slots": 3},
         ),
     },
     "dq": {
@@ -85,7 +78,7 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4, "bwd": 5}
 
 
 # Of the forward kernel alone: a whole backward leaves them as they were found.
-FORWARD = ("step_kv", "slots", "overlap", "ping_pong", "persistent")
+FORWARD = ("step_kv", "slots", "ping_pong", "persistent")
 
 
 def first_guess(head_dim: int) -> Config:

@@ -179,6 +179,27 @@ def test_the_scores_are_recomputed_where_they_take_too_much():
     assert "pk_attention_dq_stored" not in kernels(one - 1)
 
 
+def test_scores_of_documents_are_stored_where_theirs_fit():
+    """Room for 8 pairs, where a row can have 12: one has 5, one has 9."""
+    time, heads = 300, 1
+    config = stored(64, scores_bytes=8 * 16384)
+    plan, bounds = sizes(64, config, time=time, heads=heads, kv_heads=1)
+    assert bounds.most_pairs == 12
+    assert kernel_bwd_stored.parts_of(plan, bounds) is None
+    assert kernel_bwd_stored.parts_for_documents(plan, bounds) is None
+    args = arguments(time, heads, 1, 64)
+    many, one = lengths(64, 64, 64, 64, 44, time=time), lengths(300, time=time)
+    run = functools.partial(interpreted_results, args, config=config)
+    for ids, pairs in ((many, 5), (one, 9)):
+        blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
+        bounds = tile_bounds(
+            batch=1, time=time, q_segment_ids=ids, kv_segment_ids=ids, **blocks
+        )
+        assert bounds.pairs == pairs
+        assert kernel_bwd_stored.parts_for_documents(plan, bounds).pairs == 8
+        assert_equal_to_reference(args, run(ids=ids), ids=ids)
+
+
 def test_tuning_takes_a_whole_backward_as_it_was_measured():
     """It does not mix the one that stores dS with what the others' kernels won by."""
     guess = tune.first_guess(64)
