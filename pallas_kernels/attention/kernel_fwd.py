@@ -80,26 +80,24 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Steps of one block: those without a mask first.
+    """Steps of one block: those that need a mask first.
 
     Attributes:
       first, inner_first, inner_stop: i32 scalars, in steps.
-      inner, count: how many need no mask, and how many there are.
+      outer, count: how many need a mask, and how many there are.
     """
 
     first: jax.Array
     inner_first: jax.Array
     inner_stop: jax.Array
-    inner: jax.Array
+    outer: jax.Array
     count: jax.Array
 
     def at(self, i: jax.Array) -> jax.Array:
         """The i-th step that is taken."""
-        outer = i - self.inner
         before = self.inner_first - self.first
-        after = self.inner_stop + outer - before
-        outer = lax.select(outer < before, self.first + outer, after)
-        return lax.select(i < self.inner, self.inner_first + i, outer)
+        outer = lax.select(i < before, self.first + i, self.inner_stop + i - before)
+        return lax.select(i < self.outer, outer, self.inner_first + i - self.outer)
 
 
 def span(
@@ -124,20 +122,21 @@ def span(
     empty = inner_stop <= inner_first
     inner_first = lax.select(empty, first, inner_first)
     inner_stop = lax.select(empty, first, inner_stop)
+    count = jnp.maximum(stop - first, least)
     return Span(
         first=first,
         inner_first=inner_first,
         inner_stop=inner_stop,
-        inner=inner_stop - inner_first,
-        count=jnp.maximum(stop - first, least),
+        outer=count - (inner_stop - inner_first),
+        count=count,
     )
 
 
 def in_turn(span_: Span, step: Callable[..., Any], carry: Any) -> Any:
     """Runs step(i, carry, masked) for all steps."""
-    inner, count = span_.inner, span_.count
-    carry = lax.fori_loop(0, inner, functools.partial(step, masked=False), carry)
-    return lax.fori_loop(inner, count, functools.partial(step, masked=True), carry)
+    outer, count = span_.outer, span_.count
+    carry = lax.fori_loop(0, outer, functools.partial(step, masked=True), carry)
+    return lax.fori_loop(outer, count, functools.partial(step, masked=False), carry)
 
 
 def capped(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -403,7 +402,7 @@ class _Computing:
         zero = jnp.int32(0)
 
         def first(scores):
-            # It may need a mask or not; there is always one.
+            # There is always one, and mostly it needs a mask.
             return _softmax(plan, scores, m, l, allowed(zero))
 
         if before is None:
@@ -417,7 +416,14 @@ class _Computing:
         p = tc.settle(p).astype(plan.dtype)
         acc = tc.full((ROWS, plan.head_dim), 0.0, tc.MATRIX)
 
+        def give_back_queries():
+            """The item before is written by now, and the one after may come."""
+            if before is not None:
+                self.give_back_queries(before[0].slot)
+
         def step(i, sums, masked):
+            pl.when(i == 2)(give_back_queries)
+
             def softmax(scores):
                 mask = allowed(i) if masked else None
                 return _softmax(plan, scores, sums.m, sums.l, mask)
@@ -426,15 +432,12 @@ class _Computing:
             p = tc.settle(p).astype(plan.dtype)
             return _Sums(acc * self.by_row(factor), m, l, p)
 
-        inner = jnp.maximum(steps.inner, 1)
+        outer = jnp.maximum(steps.outer, 1)
+        masked = functools.partial(step, masked=True)
+        sums = lax.fori_loop(1, outer, masked, _Sums(acc, m, l, p))
         unmasked = functools.partial(step, masked=False)
-        sums = lax.fori_loop(1, inner, unmasked, _Sums(acc, m, l, p))
-        if before is not None:
-            # By now they are written, and the queries of the item after may come.
-            self.give_back_queries(before[0].slot)
-        sums = lax.fori_loop(
-            inner, steps.count, functools.partial(step, masked=True), sums
-        )
+        sums = lax.fori_loop(outer, steps.count, unmasked, sums)
+        pl.when(steps.count <= 2)(give_back_queries)
         end = n + 2 * steps.count
         return _Item(at.row, at.block, at.head, at.slot, first_key, end), sums
 

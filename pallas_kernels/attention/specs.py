@@ -102,6 +102,11 @@ LENGTHS = (
     *(532, 589, 1054, 289, 1366, 766, 376, 2214, 113, 739, 902, 64),
 )
 
+# The same in whole blocks of 128, by which every public kernel can cut them.
+_BLOCKS = [max(1, round(x / 128)) for x in LENGTHS]
+_BLOCKS[2] += 32768 // 128 - sum(_BLOCKS)
+WHOLE_LENGTHS = tuple(128 * x for x in _BLOCKS)
+
 SPECS = (
     Spec(
         name="ci_packed",
@@ -197,6 +202,15 @@ SPECS = (
         heads=32,
         kv_heads=8,
         lengths=LENGTHS,
+    ),
+    Spec(
+        name="packed_blocks",
+        tag="perf",
+        batch=1,
+        time=32768,
+        heads=32,
+        kv_heads=8,
+        lengths=WHOLE_LENGTHS,
     ),
     Spec(
         name="gpt_oss_window",
