@@ -234,7 +234,7 @@ def _refused(config: DecodeBenchConfig) -> str:
     graphdef, _ = Weights(config=decoder, state=state).layout(step)
 
     def read(state, batch):
-        cache = nnx.merge(graphdef, state).init_cache(batch, 2)
+        cache = nnx.merge(graphdef, state).init_cache(batch, _slots(config))
         tokens = jnp.zeros((batch, 1), jnp.int32)
         return _copied(graphdef)(state, tokens, cache)[:2]
 

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, in_place
 from pallas_kernels._common.layout import split_index
 from pallas_kernels.gated_delta_step.config import (
     BARRIER_BYTES,
@@ -553,8 +553,6 @@ def launch(
     hw.check_smem(config.blocks_per_sm * shared_bytes(scratch), op)
     if is_first is not None:
         inputs = inputs | {"first": is_first.astype(jnp.int32)}
-    # What a kernel writes through a reference is updated in place.
-    conv_ref, state_ref = (jax.new_ref(pool) for pool in pools)
     names = (*inputs, "conv", "state", "y")
 
     def body(*refs, **shared):
@@ -565,7 +563,7 @@ def launch(
         ahead = functools.partial(feed, plan, named, shared)
         pl.when(warpgroup == config.warpgroups)(ahead)
 
-    y = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(inputs["z"].shape, plan.dtype),
         grid=(plan.blocks,),
@@ -579,8 +577,9 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=not config.auto_barriers,
         ),
-    )(*inputs.values(), conv_ref, state_ref)
-    return y.reshape(len(y), -1), jax.freeze(conv_ref), jax.freeze(state_ref)
+    )
+    y, conv, state = in_place.update(kernel, tuple(inputs.values()), *pools)
+    return y.reshape(len(y), -1), conv, state
 
 
 def gated_delta_step(

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._common import in_place
 from pallas_kernels._common.layout import load_global
 from pallas_kernels.grouped_matmul import tasks
 from pallas_kernels.grouped_matmul.config_mosaic import (
@@ -362,8 +363,10 @@ def weight_gradient(
             scratch_types,
             blocks,
         )
-    # What a kernel writes through a reference is updated in place.
-    total = jax.new_ref(into)
     name = "pk_grouped_matmul_wgrad_into"
-    launch(kernel, name, tile, (*operands, total), (), scratch_types, blocks)
-    return jax.freeze(total)
+
+    def add(*operands):
+        launch(kernel, name, tile, operands, (), scratch_types, blocks)
+
+    _, total = in_place.update(add, operands, into)
+    return total

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import indexed
+from pallas_kernels._common import in_place, indexed
 from pallas_kernels.segment_sum.config import Config, piece, strips
 
 
@@ -134,9 +134,8 @@ def _level(
     plan: Plan, values: jax.Array, keys: jax.Array, source: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sums f32[num_segments, d], and heads f32[strips, d] of the strips with one."""
-    ref = jax.new_ref(jnp.zeros((plan.num_segments, plan.dim), jnp.float32))
     inputs = (values, keys) if source is None else (values, keys, source)
-    heads = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_segment_sum_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct((plan.strips, plan.dim), jnp.float32),
         grid=(plan.blocks,),
@@ -146,8 +145,10 @@ def _level(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,  # threads share nothing
         ),
-    )(*inputs, ref)
-    return jax.freeze(ref), heads
+    )
+    zeros = jnp.zeros((plan.num_segments, plan.dim), jnp.float32)
+    heads, sums = in_place.update(kernel, inputs, zeros)
+    return sums, heads
 
 
 def segment_sum(

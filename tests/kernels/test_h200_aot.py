@@ -41,14 +41,62 @@ print("compiled for", aot.h200().device_kind)
 """
 
 
-@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-def test_one_fusion_for_xla_and_two_kernels_for_mosaic():
+IN_PLACE = """
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._common import aot, hw
+from pallas_kernels.gated_delta_step import gated_delta_step, specs
+
+aot.h200()  # before jax looks for plugins itself
+spec = next(iter(specs.specs("model")))
+args = jax.eval_shape(spec.arguments, jax.random.key(0))
+like = jax.ShapeDtypeStruct
+pools = tuple(like((3, *x.shape), x.dtype) for x in args[4:6])
+run = specs.run(spec, functools.partial(gated_delta_step, implementation="mosaic"))
+
+
+def layers(args, pools):
+    def layer(total, pools):
+        y, *pools = run(*args[:4], *pools, *args[6:])
+        return total + y.astype(jnp.float32), tuple(pools)
+
+    return jax.lax.scan(layer, jnp.zeros(args[3].shape, jnp.float32), pools)
+
+
+with hw.assume():
+    text = aot.compile_for_h200(layers, args, pools).as_text()
+inside = None
+for line in text.splitlines():
+    if line.startswith(("%", "ENTRY")):
+        inside = line.split()[0]
+    if "pk_gated_delta_step" in line and " custom-call(" in line:
+        assert "fusion" not in inside, inside
+        assert "output_to_operand_aliasing" in line, line[:500]
+        print("in place in", inside)
+"""
+
+
+def run(script):
+    """What a script printed in a process with the CUDA plugin."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled for" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_a_kernel_that_writes_in_place_is_in_no_fusion():
+    assert "in place in" in run(IN_PLACE)
+
+
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_one_fusion_for_xla_and_two_kernels_for_mosaic():
+    assert "compiled for" in run(SCRIPT)
 
 
 def test_a_missing_extra_is_named(monkeypatch):
