@@ -37,18 +37,11 @@ class Config:
       keep: what the forward keeps for the gradient. "states" are those that enter each
         span of two chunks, in 16 bits, as many bytes as x; with "inputs" the backward
         computes them again. They are the same.
-      auto_barriers: whether the compiler puts a barrier before and after each write to
-        memory. No write of these kernels needs one: `commit_smem` stands behind it, and
-        a wait for the copy that read the place before.
-      overlap: whether a warpgroup computes beside its products what does not wait for
-        them.
     """
 
     segments: int | None = None
     stages: int = 3
-    keep: Keep = "inputs"
-    auto_barriers: bool = True
-    overlap: bool = False
+    keep: Keep = "states"
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
@@ -67,7 +60,10 @@ class Shapes:
       batch, time, heads, groups: B, T, H, G; T is a multiple of 128.
       dtype: of x, b, c and y.
       segments: neighbouring rows that are one row of the caller's, cut in time.
-      auto_barriers, overlap: as for `Config`.
+      tight: whether a warpgroup computes beside its products what does not wait for
+        them, and the compiler puts no barrier before and after each write to memory.
+        No write needs one: `commit_smem` stands behind it, and a wait for the copy that
+        read the place before. The backward's kernels are faster so, the forward's not.
     """
 
     batch: int
@@ -76,8 +72,7 @@ class Shapes:
     groups: int
     dtype: Any
     segments: int = 1
-    auto_barriers: bool = True
-    overlap: bool = False
+    tight: bool = False
 
     @property
     def chunks(self) -> int:

@@ -165,7 +165,7 @@ def chunk_bwd(
                 "states": operand(*STATE_SHAPE),
             },
         },
-        auto_barriers=shapes.auto_barriers,
+        auto_barriers=not shapes.tight,
     )
     between: dict[str, Any] = {"d_states": d_states}
     between["states"] = found[0] if again else states

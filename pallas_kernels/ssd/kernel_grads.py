@@ -499,5 +499,5 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
         threads=len(REGISTERS),
         registers=REGISTERS,
         scratch=scratch,
-        auto_barriers=shapes.auto_barriers,
+        auto_barriers=not shapes.tight,
     )

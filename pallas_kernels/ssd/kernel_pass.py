@@ -60,7 +60,7 @@ from pallas_kernels.ssd.config_mosaic import (
 
 def beside(shapes: Shapes, work: Callable[[], Any], *pairs: Any) -> tuple[Any, Any]:
     """A sum of products as `mma` makes it, and what `work` computes."""
-    if shapes.overlap:
+    if shapes.tight:
         return tc.mma_beside(work, *pairs)
     return tc.mma(*pairs), work()
 
@@ -533,7 +533,7 @@ def chunk_fwd(
             "ring": ring_scratch(shapes, sources, stages, output=True),
             "staging": staging,
         },
-        auto_barriers=shapes.auto_barriers,
+        auto_barriers=not shapes.tight,
     )
 
 
@@ -605,6 +605,6 @@ def segment_ends(
             jax.ShapeDtypeStruct((count, CHUNK), jnp.float32),
         ),
         scratch={"ring": ring_scratch(shapes, sources, 4, output=False)},
-        auto_barriers=shapes.auto_barriers,
+        auto_barriers=not shapes.tight,
     )
     return tuple(x.reshape(parts, units, *x.shape[1:]) for x in (ends, through))

@@ -187,10 +187,7 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
 VARIANTS: dict[str, Config] = {
     **{f"segments{count}": Config(segments=count) for count in (1, 2, 4, 8)},
     "stages2": Config(stages=2),
-    "keep_states": Config(keep="states"),
-    "no_barriers": Config(auto_barriers=False),
-    "overlap": Config(overlap=True),
-    "all": Config(keep="states", auto_barriers=False, overlap=True),
+    "keep_inputs": Config(keep="inputs"),
 }
 
 

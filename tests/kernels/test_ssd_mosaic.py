@@ -278,7 +278,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
     "chunks, heads, groups, dtype, config",
     [
         (6, 2, 1, "float16", Config(segments=3)),
-        (2, 4, 2, "bfloat16", Config(segments=1, overlap=True)),
+        (2, 4, 2, "bfloat16", Config(segments=1)),
     ],
     ids=["segments", "groups"],
 )
@@ -409,7 +409,8 @@ def test_layers_of_equal_sizes_share_their_kernels():
             x, _ = rule((x, *rest), None, "mosaic", config)
         return jnp.sum(x.astype(jnp.float32))
 
-    text = lowered(jax.grad(three_layers, argnums=range(7)), *args)
+    # Without the value, the last layer's forward would have a result less.
+    text = lowered(jax.value_and_grad(three_layers, argnums=range(7)), *args)
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 7
     for name in (
         "prepare",
@@ -427,8 +428,7 @@ def test_layers_of_equal_sizes_share_their_kernels():
 @pytest.mark.parametrize("name", [x.name for x in specs.specs("model")])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_models_on_the_card(name, segments):
-    """Kept states are those computed again, and no bit depends on what runs beside
-    what: any other one is a race."""
+    """Kept states are those computed again; any other bit is a race."""
     (spec,) = (x for x in specs.specs("model") if x.name == name)
     args = spec.arguments(jax.random.key(0))
 
@@ -443,16 +443,8 @@ def test_models_on_the_card(name, segments):
     names = (*NAMES[:-1], "dbias", NAMES[-1])
     for label, a, b in zip(names, got, want, strict=True):
         assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
-    variants = [
-        run("mosaic", Config(segments=segments, **change))
-        for change in (
-            {"keep": "states"},
-            {"auto_barriers": False},
-            {"overlap": True},
-            {"keep": "states", "auto_barriers": False, "overlap": True},
-        )
-    ]
-    for call in (*variants * 10, *[mosaic] * 100):
+    again = run("mosaic", Config(segments=segments, keep="inputs"))
+    for call in (*[again] * 10, *[mosaic] * 100):
         for label, a, b in zip(names, call(*args), got, strict=True):
             assert bool(jnp.array_equal(a, b)), label
 
