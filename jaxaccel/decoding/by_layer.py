@@ -127,8 +127,7 @@ class LayeredDecoder:
 
         @jax.jit
         def run(state, x, meta, cache, length):
-            block = nnx.merge(graphdef, state)
-            x, cache, aux = block(x, meta, cache, length, ahead=())
+            x, cache, aux = nnx.merge(graphdef, state)(x, meta, cache, length)
             return x, cache, None if aux is None else aux.counts
 
         return run

@@ -21,14 +21,11 @@ from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
 from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.data.batch import PackingMetadata, packing_metadata
-from jaxaccel.nn import few_rows
 from jaxaccel.nn.engram_memory import Reading
-from jaxaccel.nn.few_rows import Ahead
 
 
-# (block, x, its part of the cache, the maps of the block behind it, `None` if they are
-# parts of arrays) -> (x, that part anew, what to keep of the layer).
-LayerFn = Callable[[Any, jax.Array, Any, Ahead], tuple[jax.Array, Any, Any]]
+# (block, x, its part of the cache) -> (x, that part anew, what to keep of the layer).
+LayerFn = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
 
 def read_tokens(
@@ -50,8 +47,8 @@ def read_tokens(
         (batch, time), segment_ids=segments, cached_length=cache.length
     )
 
-    def layer(block: Any, x: jax.Array, part: Any, ahead: Ahead):
-        x, part, _ = block(x, meta, part, cache.length, ahead)
+    def layer(block: Any, x: jax.Array, part: Any):
+        x, part, _ = block(x, meta, part, cache.length)
         return x, part, None
 
     memory = begin_reading(model, tokens, meta, cache)
@@ -125,16 +122,10 @@ def _scan_run(
         x, caches = carry
         index, states = sliced
         after, kept = [], []
-        blocks = [
-            nnx.merge(graphdef, state)
-            for (graphdef, _), state in zip(parts, states, strict=True)
-        ]
-        # In a loop, a layer's weights are parts of arrays until they are read.
-        own = repeats == 1
-        behind = map(few_rows.first_maps, blocks[1:] if own else [])
-        for block, cache in zip(blocks, caches, strict=True):
+        for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
+            block = nnx.merge(graphdef, state)
             part = None if cache is None else layer_part(cache, index, first)
-            x, part, keep = layer(block, x, part, next(behind, () if own else None))
+            x, part, keep = layer(block, x, part)
             after.append(put_part(cache, part))
             kept.append(keep)
         return (x, tuple(after)), tuple(kept)

@@ -21,7 +21,6 @@ from jaxaccel.decoding.layer_loop import begin_reading, scan_layers
 from jaxaccel.nn.attention import PendingAttention
 from jaxaccel.nn.engram import EngramState
 from jaxaccel.nn.engram_memory import MemoryCache
-from jaxaccel.nn.few_rows import Ahead
 from jaxaccel.nn.moe import MoE
 
 
@@ -83,8 +82,7 @@ def verify(
     length = cache.length
     meta = packing_metadata((batch, time), segment_ids=segments, cached_length=length)
 
-    def layer(block: Any, x: jax.Array, part: Any, ahead: Ahead):
-        del ahead  # products of several tokens are XLA's
+    def layer(block: Any, x: jax.Array, part: Any):
         pending = None
         if block.mixer is not None:
             h = block.mixer_norm(x)

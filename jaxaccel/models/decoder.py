@@ -96,20 +96,13 @@ class Block(nnx.Module):
         meta: PackingMetadata,
         cache: LayerCache | None = None,
         length: jax.Array | None = None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, LayerCache | None, RouterAux | None]:
-        """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`.
-
-        `ahead` are the first maps of the layer behind, see `few_rows.project`.
-        """
+        """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`."""
         aux = None
         if self.mixer is not None:
             with jax.named_scope("mixer"):
                 if few_rows.adds_itself(self.mixer, x, cache):
-                    x, cache = self.mixer.added(
-                        *(x, self.mixer_norm, meta, cache, length),
-                        ahead=few_rows.behind_mixer(self, ahead),
-                    )
+                    x, cache = self.mixer.added(x, self.mixer_norm, meta, cache, length)
                 else:
                     mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
                     x = x + mixed
@@ -119,7 +112,7 @@ class Block(nnx.Module):
                     y, aux = self.mlp(self.mlp_norm(x), meta)
                     x = x + y
                 elif few_rows.adds_itself(self.mlp, x, cache):
-                    x = self.mlp.added(x, self.mlp_norm, ahead)
+                    x = self.mlp.added(x, self.mlp_norm)
                 else:
                     x = x + self.mlp(self.mlp_norm(x))
         return x, cache, aux

@@ -277,32 +277,21 @@ class Attention(nnx.Module):
         meta: PackingMetadata,
         cache: Any,
         length: jax.Array | None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
-        return self._mixed(x, meta, cache, length, norm, ahead)
-
-    @property
-    def first_maps(self) -> tuple[Linear, ...]:
-        """See `few_rows.first_maps`."""
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        return (*maps, self.gate_proj) if self.config.output_gate else maps
+        return self._mixed(x, meta, cache, length, norm)
 
     def _projections(
-        self, x: jax.Array, norm: RMSNorm | None, ahead: few_rows.Ahead
+        self, x: jax.Array, norm: RMSNorm | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """q, k, v of x, or of its norm, and the gate's logits with a norm."""
         if norm is None:
             return self.q_proj(x), self.k_proj(x), self.v_proj(x), None
-        dtypes = [self.dtype] * 3
+        maps, dtypes = [self.q_proj, self.k_proj, self.v_proj], [self.dtype] * 3
         if self.config.output_gate:
+            maps.append(self.gate_proj)
             dtypes.append(jnp.dtype(jnp.float32))
-        found = few_rows.project(
-            *(self.products, x, self.first_maps),
-            norm=norm,
-            ahead=None if ahead is None else (self.o_proj,),
-            out_dtypes=dtypes,
-        )
+        found = few_rows.project(self.products, x, maps, norm=norm, out_dtypes=dtypes)
         q, k, v, *gate = found
         return q, k, v, gate[0] if gate else None
 
@@ -313,7 +302,6 @@ class Attention(nnx.Module):
         cache: Any,
         length: jax.Array | None,
         norm: RMSNorm | None = None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, Any]:
         """See `__call__`, and `added` with a norm."""
         config = self.config
@@ -322,11 +310,11 @@ class Attention(nnx.Module):
         batch, time, _ = x.shape
         heads = (batch, time, config.num_heads, config.head_dim)
         kv_heads = (batch, time, config.num_kv_heads, config.head_dim)
-        q, k, v, gate = self._projections(x, norm, ahead)
+        q, k, v, gate = self._projections(x, norm)
         q = q.reshape(heads)  # [B, T, H, K]
         k = k.reshape(kv_heads)  # [B, T, G, K]
         v = v.reshape(kv_heads)  # [B, T, G, K]
-        project = functools.partial(self._project, x, gate=gate, norm=norm, ahead=ahead)
+        project = functools.partial(self._project, x, gate=gate, norm=norm)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q_pre, k_pre = q, k
@@ -404,7 +392,6 @@ class Attention(nnx.Module):
         o: jax.Array,
         gate: jax.Array | None,
         norm: RMSNorm | None,
-        ahead: few_rows.Ahead = None,
     ) -> jax.Array:
         """The heads' outputs [B, T, H, K], gated by x, as [B, T, D].
 
@@ -417,9 +404,7 @@ class Attention(nnx.Module):
             o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(self.dtype)
         if norm is None:
             return self.o_proj(o)
-        (y,) = few_rows.project(
-            self.products, o, (self.o_proj,), residual=x, ahead=ahead
-        )
+        (y,) = few_rows.project(self.products, o, (self.o_proj,), residual=x)
         return y
 
     def verify(

@@ -39,42 +39,11 @@ def applies(products: Any, x: jax.Array) -> bool:
 def adds_itself(part: Any, x: jax.Array, cache: Any) -> bool:
     """Whether a mixer or feed-forward part takes the stream x [B, T, D] as it is.
 
-    Such a part has `products`, of `named`, `first_maps`, and a method `added`, which
-    gets the norm in front of it and the maps behind it and gives the stream after it.
-    Without a cache it may be trained, and `gemv` has no gradient.
+    Such a part has `products`, of `named`, and a method `added`, which gets the norm in
+    front of it and gives the stream after it. Without a cache it may be trained, and
+    `gemv` has no gradient.
     """
     return cache is not None and hasattr(part, "added") and applies(part.products, x)
-
-
-Ahead = Sequence[Linear] | None
-
-PREFETCH_BYTES = 24 * 2**20
-"""Of weights that a launch fetches for the next: half of what an H200's L2 holds."""
-
-
-def first_maps(block: Any) -> tuple[Linear, ...]:
-    """The maps that a block of a decoder multiplies first, `()` if it is not known."""
-    part = block.mlp if block.mixer is None else block.mixer
-    return getattr(part, "first_maps", ())
-
-
-def behind_mixer(block: Any, ahead: Ahead) -> Ahead:
-    """What is multiplied behind a block's mixer, if `ahead` is behind the block."""
-    if ahead is None or block.mlp is None:
-        return ahead
-    return getattr(block.mlp, "first_maps", ())
-
-
-def _prefetched(ahead: Ahead, dtype: DTypeLike) -> tuple[jax.Array, ...]:
-    """Weights that the next launch reads as they are, a kernel's `prefetch`."""
-    left, found = PREFETCH_BYTES, []
-    for linear in ahead or ():
-        array = linear.kernel[...]
-        size = array.size * array.dtype.itemsize
-        if array.dtype == dtype and size % 16 == 0 and size <= left:
-            found.append(array)
-            left -= size
-    return tuple(found)
 
 
 def project(
@@ -85,7 +54,6 @@ def project(
     norm: RMSNorm | None = None,
     swiglu: bool = False,
     residual: jax.Array | None = None,
-    ahead: Ahead = None,
     out_dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Applies linear maps without biases to one x, see `pallas_kernels.gemv`.
@@ -97,8 +65,6 @@ def project(
       norm: what comes before them.
       swiglu: whether they are gate and up projection of one result.
       residual: like the one result, added to it.
-      ahead: the maps that are multiplied next, whose weights may be fetched; `None`
-        where nothing may, for they are parts of arrays.
       out_dtypes: of the results, the maps' compute dtype by default.
 
     Returns:
@@ -118,7 +84,6 @@ def project(
         x.reshape(-1, x.shape[-1]).astype(dtype),
         tuple(linear.kernel[...].astype(dtype) for linear in linears),
         swiglu=swiglu,
-        prefetch=_prefetched(ahead, dtype),
         out_dtype=dtype if out_dtypes is None else tuple(out_dtypes),
         implementation=products,
         **options,
@@ -128,12 +93,7 @@ def project(
 
 
 def output(
-    products: Any,
-    x: jax.Array,
-    y: jax.Array,
-    linear: Linear,
-    norm: RMSNorm | None,
-    ahead: Ahead = None,
+    products: Any, x: jax.Array, y: jax.Array, linear: Linear, norm: RMSNorm | None
 ) -> jax.Array:
     """The last map of a mixer's step.
 
@@ -143,13 +103,11 @@ def output(
       y: [..., F], what it made of that.
       linear: the map.
       norm: that x is in front of, being the stream; `None` if x is behind it.
-      ahead: as for `project`.
 
     Returns:
       [..., D], added to the stream where x is that.
     """
     if not applies(products, x):
         return linear(y)
-    residual = None if norm is None else x
-    (y,) = project(products, y, (linear,), residual=residual, ahead=ahead)
+    (y,) = project(products, y, (linear,), residual=None if norm is None else x)
     return y

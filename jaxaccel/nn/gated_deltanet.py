@@ -373,25 +373,15 @@ class GatedDeltaNet(nnx.Module):
             negative_eigenvalues=self.config.allow_negative_eigenvalues,
         )
 
-    @property
-    def first_maps(self) -> tuple[Linear, ...]:
-        """See `few_rows.first_maps`."""
-        return self.qkv_proj, self.a_proj, self.b_proj, self.z_proj
-
     def _projections(
-        self,
-        x: jax.Array,
-        norm: RMSNorm | None = None,
-        ahead: few_rows.Ahead = None,
+        self, x: jax.Array, norm: RMSNorm | None = None
     ) -> tuple[jax.Array, ...]:
         """qkv, a, b, z of [B, T, D], as decoding takes them, or of its norm."""
         if few_rows.applies(self.products, x):
+            maps = (self.qkv_proj, self.a_proj, self.b_proj, self.z_proj)
             dtypes = (self.dtype, jnp.float32, jnp.float32, self.dtype)
             return few_rows.project(
-                *(self.products, x, self.first_maps),
-                norm=norm,
-                ahead=ahead,
-                out_dtypes=dtypes,
+                self.products, x, maps, norm=norm, out_dtypes=dtypes
             )
         a = self.a_proj(x, out_dtype=jnp.float32)
         b = self.b_proj(x, out_dtype=jnp.float32)
@@ -403,14 +393,12 @@ class GatedDeltaNet(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         norm: RMSNorm | None = None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
         """One token, see `__call__`; a padded row keeps its cache and gives zeros.
 
         With a norm, x is the stream in front of it, and the result that behind.
         """
-        own = None if ahead is None else (self.out_proj,)
-        qkv, a, b, z = (p[:, 0] for p in self._projections(x, norm, own))
+        qkv, a, b, z = (p[:, 0] for p in self._projections(x, norm))
         layer = self._layer()
 
         def decode(pools, slots=None, implementation=self.step_implementation):
@@ -444,10 +432,7 @@ class GatedDeltaNet(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        x = few_rows.output(
-            *(self.products, x, y[:, None], self.out_proj, norm), ahead=ahead
-        )
-        return x, new
+        return few_rows.output(self.products, x, y[:, None], self.out_proj, norm), new
 
     def added(
         self,
@@ -456,11 +441,10 @@ class GatedDeltaNet(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer | None,
         length: jax.Array | None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:
-            return self._step(x, meta, cache, norm, ahead)
+            return self._step(x, meta, cache, norm)
         y, cache = self(norm(x), meta, cache, length)
         return x + y, cache
 

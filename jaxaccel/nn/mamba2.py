@@ -388,29 +388,22 @@ class Mamba2(nnx.Module):
         )
         return y, kept
 
-    @property
-    def first_maps(self) -> tuple[Linear, ...]:
-        """See `few_rows.first_maps`."""
-        return self.xbc_proj, self.dt_proj, self.z_proj
-
     def _step(
         self,
         x: jax.Array,
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         norm: RMSNorm | None = None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer]:
         """One token, see `__call__`; a padded row keeps its cache and gives zeros.
 
         With a norm, x is the stream in front of it, and the result that behind.
         """
         if few_rows.applies(self.products, x):
+            maps = (self.xbc_proj, self.dt_proj, self.z_proj)
+            dtypes = (self.dtype, jnp.float32, self.dtype)
             xbc, dt, z = few_rows.project(
-                *(self.products, x, self.first_maps),
-                norm=norm,
-                ahead=None if ahead is None else (self.out_proj,),
-                out_dtypes=(self.dtype, jnp.float32, self.dtype),
+                self.products, x, maps, norm=norm, out_dtypes=dtypes
             )
         else:
             xbc, z = self.xbc_proj(x), self.z_proj(x)
@@ -452,10 +445,7 @@ class Mamba2(nnx.Module):
             else:
                 y, conv, state = decode(cache.row, implementation=choice)
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
-        x = few_rows.output(
-            *(self.products, x, y[:, None], self.out_proj, norm), ahead=ahead
-        )
-        return x, new
+        return few_rows.output(self.products, x, y[:, None], self.out_proj, norm), new
 
     def added(
         self,
@@ -464,11 +454,10 @@ class Mamba2(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer | None,
         length: jax.Array | None,
-        ahead: few_rows.Ahead = None,
     ) -> tuple[jax.Array, RecurrentCache | RecurrentCacheOfLayer | None]:
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:
-            return self._step(x, meta, cache, norm, ahead)
+            return self._step(x, meta, cache, norm)
         y, cache = self(norm(x), meta, cache, length)
         return x + y, cache
 

@@ -104,23 +104,13 @@ class MLP(nnx.Module):
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(relu2(up))
 
-    @property
-    def first_maps(self) -> tuple[Linear, ...]:
-        """See `few_rows.first_maps`."""
-        if self.activation == "swiglu":
-            return self.gate_proj, self.up_proj
-        return (self.up_proj,)
-
-    def added(
-        self, x: jax.Array, norm: RMSNorm, ahead: few_rows.Ahead = None
-    ) -> jax.Array:
+    def added(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """x [..., D] + self(norm(x)) in two launches, see `few_rows.adds_itself`."""
         is_gated = self.activation == "swiglu"
+        maps = (self.gate_proj, self.up_proj) if is_gated else (self.up_proj,)
         project = functools.partial(few_rows.project, self.products)
-        down = (self.down_proj,)
-        own = None if ahead is None else down
-        (h,) = project(x, self.first_maps, norm=norm, swiglu=is_gated, ahead=own)
-        (y,) = project(h if is_gated else relu2(h), down, residual=x, ahead=ahead)
+        (h,) = project(x, maps, norm=norm, swiglu=is_gated)
+        (y,) = project(h if is_gated else relu2(h), (self.down_proj,), residual=x)
         return y
 
 

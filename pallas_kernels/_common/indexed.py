@@ -164,20 +164,23 @@ def put(
     write(ref, values, where, *indices)
 
 
-def stretch(thread: Any, units: int, threads: int) -> tuple[Any, Any]:
-    """Shares out units among threads.
+# Bytes that one instruction asks for; each takes its time in the unit for copies.
+STRETCH = 4096
+
+
+def stretch(thread: Any, size: int, warps: int) -> tuple[Any, Any]:
+    """Shares out an array among the first lanes of warps.
 
     Args:
-      thread: which one.
-      units: how many there are.
-      threads: that share them.
+      thread: which one, of `warps` of them.
+      size: bytes of the array.
+      warps: that share it.
 
     Returns:
-      First unit of the thread, and how many it has; for none, 0 or less.
+      First byte of the thread's stretch, and its bytes; for none, 0 or less.
     """
-    length = -(-units // threads)
-    begin = thread * length
-    return begin, jnp.minimum(units - begin, length)
+    begin = (thread % WARP * warps + thread // WARP) * STRETCH
+    return begin, jnp.minimum(size - begin, STRETCH)
 
 
 def prefetch(ref: Any, part: Any, parts: int) -> None:
@@ -193,9 +196,9 @@ def prefetch(ref: Any, part: Any, parts: int) -> None:
     """
     if interpret.is_interpreting():
         return
-    units = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // PIECE_BYTES
+    size = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
     thread = iota(WARPGROUP) + part * WARPGROUP
-    begin, left = stretch(thread, units, parts * WARPGROUP)
+    begin, left = stretch(thread, size, parts * (WARPGROUP // WARP))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), index_layout(), index_layout()))
     def ask(_, memory, begins, lefts):
@@ -207,16 +210,10 @@ def prefetch(ref: Any, part: Any, parts: int) -> None:
             none = arith.constant(left.type, 0)
             branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sgt, left, none))
             with ir.InsertionPoint(branch.then_block):
-                size = arith.constant(left.type, PIECE_BYTES)
-                offset = arith.muli(
-                    arith.extsi(i64, begin), arith.constant(i64, PIECE_BYTES)
-                )
+                offset = arith.extsi(i64, begin)
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
-                    [
-                        mgpu.utils.getelementptr(start, [offset], i8),
-                        arith.muli(left, size),
-                    ],
+                    [mgpu.utils.getelementptr(start, [offset], i8), left],
                     "cp.async.bulk.prefetch.L2.global [$0], $1;",
                     "l,r",
                     has_side_effects=True,

@@ -32,23 +32,30 @@ def choose(
     swiglu: bool = False,
     residual: Any = None,
     out_dtype: Any = None,
+    config: configs.Config | None = None,
     implementation: Implementation | None = None,
 ) -> Choice:
     """Says what a call of `gemv` would run.
 
     Args:
-      x, weights, norm_scale, zero_centered, eps, swiglu, residual, out_dtype: as for
-        `gemv`; arrays or `jax.ShapeDtypeStruct`.
+      x, weights, norm_scale, zero_centered, eps, swiglu, residual, out_dtype, config:
+        as for `gemv`; arrays or `jax.ShapeDtypeStruct`.
       implementation: the one asked for.
 
     Returns:
       The choice, with a `Config` if it is "mosaic".
 
     Raises:
-      ValueError: a shape or dtype is not allowed.
+      ValueError: a shape or dtype is not allowed, or `config` is given and an
+        implementation that has none is named.
       NotImplementedError: the named implementation cannot run this call.
     """
     del zero_centered, eps
+    if config is not None and implementation in ("xla", "reference"):
+        raise ValueError(
+            f'config={config} is for "mosaic", implementation={implementation!r} has '
+            "none"
+        )
     weights = _listed(weights)
     _check(x, weights, norm_scale, swiglu, residual)
     _dtypes(x, 1 if swiglu else len(weights), out_dtype)
@@ -57,7 +64,7 @@ def choose(
         "depth": x.shape[1],
         "widths": tuple(w.shape[1] for w in (weights[:1] if swiglu else weights)),
     }
-    refused, config = {}, None
+    refused: dict[str, str] = {}
     dtypes = [x.dtype, *(w.dtype for w in weights)]
     if not (hw.is_hopper() or interpret.is_interpreting()):
         refused["mosaic"] = (
@@ -65,7 +72,7 @@ def choose(
         )
     elif reason := configs.refusal(**sizes, dtypes=dtypes):
         refused["mosaic"] = reason
-    else:
+    elif config is None:
         config = configs.pick(**sizes, gated=swiglu, sms=hw.device().sms)
     only_named = {}
     if (rows := x.shape[0]) > MEASURED_ROWS:
@@ -138,6 +145,7 @@ def gemv(
     residual: jax.Array | None = None,
     prefetch: jax.Array | Sequence[jax.Array] = (),
     out_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
+    config: configs.Config | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """Products of few rows with matrices, with what stands around them in a layer.
@@ -162,13 +170,15 @@ def gemv(
         It must be an array as a whole: a slice of one is copied first. More than L2
         holds drives itself out.
       out_dtype: of the results, x.dtype by default; one, or one for each result.
+      config: how the kernel divides the weights, `None` for its own choice.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
     Returns:
       [M, N], or a tuple of them if `weights` is several and not `swiglu`.
 
     Raises:
-      ValueError: a shape or dtype is not allowed.
+      ValueError: a shape or dtype is not allowed, or `config` is given and an
+        implementation that has none is named.
       NotImplementedError: the named implementation cannot run this call, or a gradient
         through "mosaic" is asked for.
 
@@ -183,7 +193,11 @@ def gemv(
         "residual": residual,
     }
     choice = choose(
-        x, weights, out_dtype=out_dtype, implementation=implementation, **options
+        *(x, weights),
+        out_dtype=out_dtype,
+        config=config,
+        implementation=implementation,
+        **options,
     )
     prefetch = _listed(prefetch)
     for array in prefetch:

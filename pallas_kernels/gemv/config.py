@@ -28,11 +28,14 @@ class Config:
         not divide is cut into narrower strips.
       burst: rows of a weight that a thread asks for before it waits for the first.
       warpgroups: of a block, which share the rows.
+      paired: whether a burst comes in two halves, of which one is on its way while the
+        other is added up.
     """
 
     columns: int = 16
     burst: int = 16
     warpgroups: int = 1
+    paired: bool = False
 
     def __post_init__(self):
         if self.columns not in COLUMNS:
@@ -44,8 +47,9 @@ class Config:
                 f"warpgroups={self.warpgroups}, allowed are "
                 f"{', '.join(map(str, WARPGROUPS))}"
             )
-        if self.burst < 1:
-            raise ValueError(f"burst={self.burst}, allowed are positive numbers")
+        if self.burst < 1 + self.paired:
+            least = "numbers from 2 on" if self.paired else "positive numbers"
+            raise ValueError(f"burst={self.burst}, allowed are {least}")
 
 
 REGISTERS = 88
@@ -111,7 +115,8 @@ def pick(
     """The measured division where there is one, else the heuristic's."""
     sizes = {"depth": depth, "widths": widths, "rows": rows, "gated": gated}
     if (found := tuning.lookup("gemv", table_key(**sizes))) is not None:
-        return Config(**{f.name: found[f.name] for f in dataclasses.fields(Config)})
+        fields = (field.name for field in dataclasses.fields(Config))
+        return Config(**{name: found[name] for name in fields if name in found})
     return heuristic(**sizes, sms=sms)
 
 

@@ -100,19 +100,23 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
         for _ in range(0 if plan.eps is None else plan.rows)
     ]
 
-    def add(carry, begin, steps: int, whole: bool):
-        """`steps` of each warpgroup, from the row `begin` on."""
-        sums, squares = (list(x) for x in carry)
+    def load(begin, steps: int, whole: bool):
+        """What `steps` of each warpgroup read, from the row `begin` on.
+
+        All of it is asked for before any of it is used.
+        """
         begin = begin + wg * (steps * step)
         ats = [number + (begin + s * step) for s in range(steps)]
         wheres = [None if whole else at < plan.depth for at in ats]
-        # All of them are asked for before the first is used.
         parts = [
             [indexed.take(w, (at, column), PIECE, where=where) for w in weights]
             for at, where in zip(ats, wheres, strict=True)
         ]
-        vectors = [_vector(plan, refs, *x) for x in zip(ats, wheres, strict=True)]
-        for part, (plain, scaled) in zip(parts, vectors, strict=True):
+        return parts, [_vector(plan, refs, *x) for x in zip(ats, wheres, strict=True)]
+
+    def add(carry, loaded):
+        sums, squares = (list(x) for x in carry)
+        for part, (plain, scaled) in zip(*loaded, strict=True):
             for m in range(plan.rows):
                 factor = indexed.spread(scaled[m], PIECE)
                 for i, values in enumerate(part):
@@ -123,21 +127,28 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
         return tuple(sums), tuple(squares)
 
     together = plan.config.warpgroups * step
-    burst = plan.config.burst * together
+    steps = plan.config.burst // 2 if plan.config.paired else plan.config.burst
+    burst = steps * together
     full, carry = plan.depth // burst, (tuple(sums), tuple(squares))
-    if full > 1:
+    if full > 1 and plan.config.paired:
+
+        def both(i, carry):
+            # Memory is at work on these while those before are added up.
+            following = load((i + 1) * burst, steps, True)
+            return add(*carry), following
+
+        carry = carry, load(0, steps, True)
+        carry = add(*lax.fori_loop(0, full - 1, both, carry))
+    elif full > 1:
         carry = lax.fori_loop(
-            0,
-            full,
-            lambda i, carry: add(carry, i * burst, plan.config.burst, True),
-            carry,
+            0, full, lambda i, carry: add(carry, load(i * burst, steps, True)), carry
         )
     elif full:
-        carry = add(carry, 0, plan.config.burst, True)
+        carry = add(carry, load(0, steps, True))
     left = plan.depth - full * burst
     if left:
         steps = -(-left // together)
-        carry = add(carry, full * burst, steps, left == steps * together)
+        carry = add(carry, load(full * burst, steps, left == steps * together))
     return carry
 
 

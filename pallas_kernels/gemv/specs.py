@@ -126,6 +126,75 @@ def specs(tag: str) -> Iterator[Spec]:
     return (spec for spec in SPECS if spec.tag == tag)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The products of a decoder's layers for one token, each of what the last one made.
+
+    Attributes:
+      name: where it comes from.
+      layers: how many there are.
+      d_model, heads, d_ff: of a Gated DeltaNet layer, see `_layer`.
+    """
+
+    name: str
+    layers: int
+    d_model: int
+    heads: int
+    d_ff: int
+
+    @property
+    def products(self) -> list[Spec]:
+        """Those of one layer: in, out, gate and up, down."""
+        first, out, *rest = _layer(self.name, self.d_model, self.heads, self.d_ff)
+        return [first, dataclasses.replace(out, depth=self.heads * 128), *rest]
+
+    def arguments(self, key: jax.Array) -> tuple[Any, ...]:
+        """x [1, D], and of each product of each layer its weights and norm's scale."""
+        keys = jax.random.split(key, (self.layers, 4))
+        layers = [
+            [spec.arguments(k)[1:3] for spec, k in zip(self.products, ks, strict=True)]
+            for ks in keys
+        ]
+        # Small, so that a layer's rounding is small beside what it adds.
+        return jax.random.normal(key, (1, self.d_model), jnp.bfloat16) / 64, layers
+
+    def run(self, op: Callable[..., Any], *, fetches: bool = False) -> Any:
+        """`op` as a function of `arguments`.
+
+        Args:
+          op: called as `gemv`.
+          fetches: whether each product asks for the next one's weights.
+        """
+
+        def call(x, layers):
+            following = [weights for layer in layers for weights, _ in layer][1:]
+            following = iter([*following, ()] if fetches else [()] * 4 * self.layers)
+            y = None
+            for layer in layers:
+                for spec, (weights, scale) in zip(self.products, layer, strict=True):
+                    found = op(
+                        x if spec.normed else y,
+                        weights,
+                        norm_scale=scale,
+                        zero_centered=spec.zero_centered,
+                        swiglu=spec.swiglu,
+                        residual=x if spec.adds else None,
+                        prefetch=[w for w in next(following) if w.size % 8 == 0],
+                        out_dtype=spec.out_dtypes,
+                    )
+                    found = found[0] if isinstance(found, tuple) else found
+                    # In place of what a mixer makes.
+                    y = found[:, : self.heads * 128] if spec.wide else found
+                    x = found if spec.adds else x
+            return (x,)
+
+        return call
+
+
+# The layers of `experiments/gdn/decode_base.gin`.
+CHAIN = Chain(name="decoder", layers=12, d_model=1536, heads=16, d_ff=3072)
+
+
 def run(spec: Spec, op: Callable[..., Any]) -> Callable[..., Any]:
     """`op` as a function of `spec.arguments`."""
 
@@ -154,7 +223,9 @@ def minimal_bytes(spec: Spec) -> int:
 
 def bench_cases(tag: str) -> Iterator[Case]:
     """What `python -m pallas_kernels.bench gemv` measures."""
-    return (_case(spec) for spec in specs(tag))
+    yield from (_case(spec) for spec in specs(tag))
+    if tag == "perf":
+        yield _chain_case(CHAIN)
 
 
 def _case(spec: Spec) -> Case:
@@ -189,6 +260,53 @@ def _case(spec: Spec) -> Case:
         picked=picked,
         bytes=minimal_bytes(spec),
         flops=2 * spec.rows * spec.depth * sum(spec.widths),
-        peers={"xla": lambda: (implementation("xla"), jax.__version__)},
+        peers={
+            "xla": lambda: (implementation("xla"), jax.__version__),
+            "paired": lambda: (run(spec, paired), jax.__version__),
+        },
         rel=5e-3,
+    )
+
+
+def paired(x: Any, weights: Any, **options: Any) -> Any:
+    """`gemv` with bursts in two halves."""
+    from pallas_kernels.gemv import api
+
+    named = functools.partial(api.choose, implementation="mosaic")
+    sizes = {k: v for k, v in options.items() if k != "prefetch"}
+    config = dataclasses.replace(named(x, weights, **sizes).config, paired=True)
+    return api.gemv(x, weights, config=config, implementation="mosaic", **options)
+
+
+def _chain_case(chain: Chain) -> Case:
+    from pallas_kernels._common.bench import Case
+    from pallas_kernels.gemv import api
+
+    def op(name: Any) -> Callable[..., Any]:
+        return functools.partial(api.gemv, implementation=name)
+
+    def implementation(name: Any) -> Callable[..., Any]:
+        return chain.run(op(name))
+
+    def peer(op: Callable[..., Any], fetches: bool) -> Any:
+        return lambda: (chain.run(op, fetches=fetches), jax.__version__)
+
+    return Case(
+        workload=f"{chain.name} {chain.layers} layers of {chain.d_model}",
+        dtype="bfloat16",
+        arguments=jax.jit(chain.arguments),
+        implementation=implementation,
+        reference=implementation("reference"),
+        picked=lambda: "as each",
+        bytes=chain.layers * sum(map(minimal_bytes, chain.products)),
+        flops=chain.layers
+        * sum(2 * spec.depth * sum(spec.widths) for spec in chain.products),
+        peers={
+            "xla": peer(op("xla"), False),
+            "prefetch": peer(op("mosaic"), True),
+            "paired": peer(paired, False),
+            "paired_prefetch": peer(paired, True),
+        },
+        # As many roundings to 16 bits as there are products, one after the other.
+        rel=3e-2,
     )

@@ -1,7 +1,6 @@
 """Layers that decode with `gemv`: the decoder's values, in fewer launches."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.nn import few_rows
 from jaxaccel.nn.attention import Attention
 from jaxaccel.nn.mlp import MLP
 from jaxaccel.nn.norm import RMSNorm
-from pallas_kernels import gemv
 from pallas_kernels._common import hw
 from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.interpret import interpreted
@@ -89,47 +86,6 @@ def test_a_kernel_runs_a_feed_forward_part():
         got = mlp.added(x, norm)
     assert [choice.implementation for choice in choices] == ["mosaic"] * 2
     assert_close(got, x + mlp(norm(x)), rel=1e-2, name="y")
-
-
-def fetched(model):
-    """Of each launch of a token's products the weights that it fetches, and its own."""
-    graphdef, state = nnx.split(model)
-    tokens, calls = jnp.ones((1, 1), jnp.int32), []
-
-    def recorded(x, weights, *, prefetch=(), **options):
-        calls.append((list(prefetch), list(weights)))
-        return gemv(x, weights, prefetch=prefetch, **options)
-
-    @jax.jit
-    def run(state):
-        model = nnx.merge(graphdef, state)
-        return read_tokens(model, tokens, jnp.ones_like(tokens), model.init_cache(1, 8))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_rows, "gemv", recorded)
-        jax.eval_shape(run, state)
-    return calls
-
-
-def test_every_launch_fetches_what_the_next_one_reads(random_model):
-    """Where each layer has arrays of its own; in a loop they are parts of arrays."""
-    bf16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
-    config = dataclasses.replace(CONFIG, implementation={"gemv": "xla"}, **bf16)
-    calls = fetched(random_model(config))
-    assert len(calls) == 8
-    for (ahead, _), (_, weights) in itertools.pairwise(calls):
-        # a and b, [D, 2], are in no table of whole pieces of 16 bytes.
-        assert len(ahead) >= 1
-        kept = [w for w in weights if w.size % 8 == 0]
-        assert [x.shape for x in ahead] == [w.shape for w in kept]
-    assert calls[-1][0] == []
-    config = dataclasses.replace(config, num_layers=4)
-    model = random_model(config)
-    assert all(ahead == [] for ahead, _ in fetched(model))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_rows, "PREFETCH_BYTES", 0)
-        config = dataclasses.replace(config, num_layers=2)
-        assert all(ahead == [] for ahead, _ in fetched(random_model(config)))
 
 
 def test_which_products_are_few():

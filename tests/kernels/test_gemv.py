@@ -66,17 +66,18 @@ def test_every_form_is_the_reference(name):
         Config(columns=8, burst=1),
         Config(columns=16, burst=3, warpgroups=4),
         Config(columns=64, burst=2, warpgroups=2),
+        Config(columns=16, burst=4, paired=True),
     ],
     ids=str,
 )
-def test_the_division_does_not_matter(monkeypatch, change):
+def test_the_division_does_not_matter(change):
     """Bursts in a loop, one that is no whole, and strips narrower than asked for."""
     spec = dataclasses.replace(CI["ci_layer"], depth=420, widths=(128, 40))
     spec = dataclasses.replace(spec, wide=2)
     args = arguments(spec)
-    monkeypatch.setattr(config, "pick", lambda **_: change)
+    op = functools.partial(gemv, implementation="mosaic", config=change)
     with few_blocks(), interpreted():
-        got = result(spec, args, "mosaic")
+        got = jax.jit(specs.run(spec, op))(*args)
     for a, b in zip(got, expected(spec, args), strict=True):
         # Results are not rounded: what is left is the order of the sums.
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
@@ -99,10 +100,12 @@ def test_what_is_fetched_ahead_changes_no_result(implementation):
                 call(prefetch=given)
 
 
-@pytest.mark.parametrize(("units", "threads"), [(1, 128), (640, 128), (5000, 384)])
-def test_each_unit_is_one_threads(units, threads):
-    begin, left = indexed.stretch(np.arange(threads), units, threads)
-    asked = np.zeros(units, int)
+@pytest.mark.parametrize(
+    ("size", "warps"), [(16, 4), (5 * 4096 + 32, 4), (9 << 20, 88)]
+)
+def test_each_byte_is_one_threads(size, warps):
+    begin, left = indexed.stretch(np.arange(32 * warps), size, warps)
+    asked = np.zeros(size, int)
     for first, count in zip(begin, left, strict=True):
         asked[first : first + max(count, 0)] += 1
     assert (asked == 1).all()
@@ -242,10 +245,13 @@ def test_limits_are_named():
     for change, text in (
         ({"columns": 24}, "columns=24, allowed are 8, 16, 32, 64"),
         ({"burst": 0}, "burst=0"),
+        ({"burst": 1, "paired": True}, "burst=1, allowed are numbers from 2 on"),
         ({"warpgroups": 3}, "warpgroups=3, allowed are 1, 2, 4"),
     ):
         with pytest.raises(ValueError, match=text):
             Config(**change)
+    with pytest.raises(ValueError, match="is for \"mosaic\", implementation='xla'"):
+        gemv(x, w, config=Config(), implementation="xla")
 
 
 @pytest.mark.gpu
@@ -259,3 +265,15 @@ def test_model_shapes_on_the_card(spec):
     for _ in range(100):
         for a, b in zip(call(*args), got, strict=True):
             assert jnp.array_equal(a, b)
+    paired = jax.jit(specs.run(spec, specs.paired))
+    assert_equal(spec, paired(*args), expected(spec, args), 3e-3)
+
+
+@pytest.mark.gpu
+def test_a_chain_that_fetches_ahead_has_the_same_bits_on_the_card():
+    args = jax.jit(specs.CHAIN.arguments)(jax.random.key(0))
+    op = functools.partial(gemv, implementation="mosaic")
+    plain, fetching = (
+        jax.jit(specs.CHAIN.run(op, fetches=x))(*args)[0] for x in (False, True)
+    )
+    assert jnp.array_equal(plain, fetching)
