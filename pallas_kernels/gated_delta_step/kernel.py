@@ -575,6 +575,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # rows are summed within a warp
             unsafe_no_auto_barriers=not config.auto_barriers,
         ),
     )

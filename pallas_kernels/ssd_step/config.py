@@ -66,7 +66,7 @@ class Config:
         item, state_item = jnp.dtype(dtype).itemsize, jnp.dtype(state_dtype).itemsize
         ring = self.warpgroups * self.stages * HEAD_DIM * state_item
         vectors = group // 2
-        prepared = PREPARED * ((2 + vectors) * item + (2 * group + 2 * vectors) * 4)
+        prepared = PREPARED * ((2 + vectors) * item + (3 + 2 * vectors) * 4)
         results = PREPARED * vectors * 4 + self.warpgroups * 4
         block = BARRIER_BYTES + VECTOR * (ring + prepared + results)
         return self.blocks_per_sm * block

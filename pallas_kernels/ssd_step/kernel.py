@@ -28,7 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, indexed
+from pallas_kernels._common.layout import split_index
 from pallas_kernels.gated_delta_step import kernel as delta
 from pallas_kernels.ssd_step.config import (
     HEAD_DIM,
@@ -105,6 +106,13 @@ class Plan:
 
 
 B, C, X = 0, 1, 2  # places of b, c and x among an item's vectors
+DECAY, STEP, SKIP = 0, 1, 2  # of what there is for each head
+
+
+def _in_every_thread(index: Any) -> jax.Array:
+    """One index for a warpgroup."""
+    index = jnp.full((VECTOR,), index, jnp.int32)
+    return plgpu.layout_cast(index, indexed.index_layout())
 
 
 def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, group):
@@ -113,8 +121,8 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
     Args:
       plan: of the launch.
       refs: device memory.
-      shared: "channels" [PREPARED, 2 + vectors, 128], "steps" f32[PREPARED, 2 heads,
-        128], and "gate", "scale" f32[PREPARED, vectors, 128].
+      shared: "channels" [PREPARED, 2 + vectors, 128], "heads" f32[PREPARED, 3, 128],
+        and "gate", "scale" f32[PREPARED, vectors, 128].
       at: which of the PREPARED places to fill.
       row, group: the item.
     """
@@ -132,10 +140,15 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
         ]
         taps.append(delta._load_vector(refs["bias"].at[span]))
         loaded.append((span, [*window, x], taps))
-    heads = [
-        (refs["dt"][row, h], refs["dt_bias"][h], refs["A_log"][h])
-        for h in (group * plan.group + r for r in range(plan.group))
-    ]
+    # A head in each thread, as far as there are any.
+    member = indexed.iota(VECTOR)
+    is_head, head = member < plan.group, member + group * plan.group
+    where = (_in_every_thread(row), head)
+    dt = indexed.take(refs["dt"], where, where=is_head)
+    dt_bias, A_log, skip = (
+        indexed.take(refs[name], (head,), where=is_head)
+        for name in ("dt_bias", "A_log", "D")
+    )
     gates = [
         [delta._load_vector(at) for at in (refs["z"].at[row, v], refs["scale"].at[v])]
         for v in (group * plan.vectors + j for j in range(plan.vectors))
@@ -153,13 +166,13 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
         for j in range(last):
             refs["conv"].at[slot, j, span][...] = inputs[j + 1]
     low, high = plan.dt_limit
-    for r, (dt, dt_bias, A_log) in enumerate(heads):
-        step = delta._softplus(dt + dt_bias)
-        step = jnp.maximum(step, low) if low > 0 else step
-        step = jnp.minimum(step, high) if high < math.inf else step
-        decay = jnp.exp(-jnp.exp(A_log) * step)
-        for i, value in enumerate((decay, step)):
-            shared["steps"].at[at, i * plan.group + r][...] = delta._everywhere(value)
+    step = delta._softplus(dt + dt_bias)
+    step = jnp.maximum(step, low) if low > 0 else step
+    step = jnp.minimum(step, high) if high < math.inf else step
+    decay = jnp.exp(-jnp.exp(A_log) * step)
+    for i, value in ((DECAY, decay), (STEP, step), (SKIP, skip)):
+        place = (_in_every_thread(at), _in_every_thread(i), member)
+        indexed.put(shared["heads"], place, indexed.spread(value, 1), is_head)
     for j, (z, scale) in enumerate(gates):
         z = z.astype(jnp.float32)
         shared["gate"].at[at, j][...] = z * delta._sigmoid(z)
@@ -176,14 +189,14 @@ def _feed(plan: Plan, refs: dict[str, Any], shared: dict[str, Any]) -> None:
     delta.run_ahead(plan, refs, shared, items, tile_of, _prepare)
 
 
-def _place_of_head(head: int, p: int, rows: int) -> tuple[int, Any]:
+def _place_of_head(head: jax.Array, p: int, rows: int) -> tuple[jax.Array, Any]:
     """Where the p-th `rows` rows of a head are among vectors of 128 channels."""
-    vector, inside = divmod(head, HEADS_OF_VECTOR)
+    vector, inside = split_index(head, HEADS_OF_VECTOR)
     return vector, pl.ds(inside * HEAD_DIM + p * rows, rows)
 
 
 def _update_head(
-    plan: Any, shared: dict[str, Any], at, ring, head: int, skip, begins
+    plan: Any, shared: dict[str, Any], at, ring, head: jax.Array, begins
 ) -> None:
     """Updates the state of a head in shared memory, and leaves its u.
 
@@ -193,12 +206,11 @@ def _update_head(
       at: the item's place in it.
       ring: [V, N] in shared memory.
       head: of the item.
-      skip: its d.
       begins: whether the state counts as zero, `None` if none do.
     """
     channels, rows = shared["channels"].at[at], plan.part[0]
     b, c = (delta._along(plan, channels.at[j]) for j in (B, C))
-    decay, step = (shared["steps"][at, i * plan.group + head, 0] for i in range(2))
+    decay, step, skip = (shared["heads"][at, i, head] for i in (DECAY, STEP, SKIP))
     per_row = functools.partial(
         plgpu.load, layout=plan.layout.reduce(1), optimized=False
     )
@@ -243,15 +255,13 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
     stages = jnp.int32(config.stages)
     count, place = delta.items_of_block(plan, plan.groups)
 
-    def head_of_item(done, at, row, group, t, begins):
+    def head_of_item(done, at, slot, group, begins, t):
         tile = done * plan.tiles + t
         stage, head = lax.rem(tile, stages), w * plan.tiles + t
-        skip = refs["D"][group * plan.group + head]
         plgpu.barrier_wait(shared["full"].at[w, stage])
         ring = shared["ring"].at[w, stage]
-        _update_head(plan, shared, at, ring, head, skip, begins)
+        _update_head(plan, shared, at, ring, head, begins)
         plgpu.commit_smem()
-        slot = refs["slots"][row]
         to = refs["state"].at[slot, group * plan.group + head]
         plgpu.copy_smem_to_gmem(ring, to)
         # The tile before this one has left shared memory.
@@ -263,15 +273,17 @@ def _compute(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], w: int) -
 
     def item(i, done):
         row, group = place(i)
-        live = refs["slots"][row] >= 0
+        slot = refs["slots"][row]
+        live = slot >= 0
 
         @pl.when(live)
         def _():
             at = lax.rem(done, jnp.int32(PREPARED))
             plgpu.barrier_wait(shared["ready"].at[at])
             begins = refs["first"][row] != 0 if plan.restarts else None
-            for t in range(plan.tiles):
-                head_of_item(done, at, row, group, t, begins)
+            head = functools.partial(head_of_item, done, at, slot, group, begins)
+            # A loop: what a group's heads are written out to is in no cache at once.
+            lax.fori_loop(0, plan.tiles, lambda t, _: head(t), None)
             plgpu.barrier_arrive(shared["met"])
             plgpu.barrier_wait(shared["met"])
             _normalize(plan, refs, shared, at, row, group, w)
@@ -297,7 +309,7 @@ def _scratch(plan: Any) -> dict[str, Any]:
     return {
         **delta.ring_scratch(plan, (HEAD_DIM, STATE_DIM)),
         "channels": plgpu.SMEM((PREPARED, 2 + plan.vectors, VECTOR), plan.dtype),
-        "steps": plgpu.SMEM((PREPARED, 2 * plan.group, VECTOR), jnp.float32),
+        "heads": plgpu.SMEM((PREPARED, 3, VECTOR), jnp.float32),
         "gate": vectors,
         "scale": vectors,
         "gated": vectors,

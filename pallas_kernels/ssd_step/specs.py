@@ -146,6 +146,10 @@ SPECS = (
         for x in ("float32", "bfloat16")
         for batch in (1, 8, 64, 256, 1024)
     ),
+    *(
+        Spec(tag="perf", batch=batch, state_dtype="float32", **_SUPER)
+        for batch in (1, 64)
+    ),
 )
 
 

@@ -153,7 +153,7 @@ def test_another_tiling_is_the_recurrence():
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_the_kernel_lowers_for_the_card(state_dtype):
-    (spec,) = (
+    spec = next(
         x for x in specs.specs("perf") if (x.batch, x.state_dtype) == (64, state_dtype)
     )
     args = jax.eval_shape(spec.arguments, jax.random.key(0))
