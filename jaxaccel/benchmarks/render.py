@@ -137,6 +137,23 @@ def _packed_training(rows: Rows) -> str:
     )
 
 
+def _waterfall(rows: Rows) -> str:
+    """Tokens a second of each step of decoding, by batch, and the best one's share."""
+    texts = []
+    for batch in sorted({row["batch"] for row in rows}):
+        timed = [row for row in rows if row["batch"] == batch and row["ms"]]
+        if timed:
+            steps = ", ".join(
+                f"{row['implementation']} {row['tokens_per_s']:,.0f}" for row in timed
+            )
+            share = max(row["share_of_limit"] for row in timed)
+            texts.append(
+                f"batch {batch}: {steps} tokens/s, at best {100 * share:.0f} % of the "
+                "memory's limit"
+            )
+    return "; ".join(texts)
+
+
 def _nemotron(rows: Rows) -> str:
     found = [
         f"{row['workload']}: {row['tokens_per_s']:,.0f} tokens/s, "
@@ -198,11 +215,18 @@ TECHNIQUES = (
         config="",
     ),
     Technique(
-        name="Decoding: caches in place, one launch a Gated DeltaNet layer, "
+        name="Decoding: from a launch an operation to a loop on the device, "
         "self-speculation",
-        state="`reference`, `xla`, `mosaic`; in layers `gemv` and `decode_attention` "
-        "by name",
+        state="each step by gin; in layers `gemv` and `decode_attention` by name",
         module="`jaxaccel.decoding`",
+        config="`experiments/gdn/decode.gin`",
+        file="decode_h200",
+        figure=_waterfall,
+    ),
+    Technique(
+        name="A token of a Gated DeltaNet layer in one launch, caches in place",
+        state="`reference`, `xla`, `mosaic`",
+        module="`pallas_kernels.gated_delta_step`",
         config="`experiments/gdn/decode.gin`",
         file="gated_delta_step_h200",
         figure=_beside_peers("qwen3_next B256"),
