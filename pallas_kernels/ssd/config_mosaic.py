@@ -15,7 +15,7 @@ HEAD_DIM = 64  # V, rows of a state and of a wgmma
 STATE_DIM = 128  # N
 HEADS = 2  # of one group that a block carries, a warpgroup each
 HEAD_TILE = 64  # heads that `kernel_prepare` has at a time
-SPAN = 2  # chunks between states that the gradient kernels hand each other
+SPAN = 2  # chunks that the length of a row is a multiple of
 CHUNK_SIZES = (CHUNK, SPAN * CHUNK)  # that a caller may ask for
 STATE_SHAPE = (HEAD_DIM, STATE_DIM)
 # Registers per thread of the warpgroups of a block that carries states.
@@ -35,13 +35,16 @@ class Config:
       stages: chunks in shared memory at a time in the forward kernel, 2 or 3; changes
         no result. 2 where it keeps states.
       keep: what the forward keeps for the gradient. "states" are those that enter each
-        span of two chunks, in 16 bits, as many bytes as x; with "inputs" the backward
-        computes them again. They are the same.
+        span of chunks, in 16 bits, as many bytes as x for spans of two; with "inputs"
+        the backward computes them again. They are the same.
+      span: chunks, 1 or 2, from one state to the next that the gradient kernels hand
+        each other. Of two, they take a state through one of them once more.
     """
 
     segments: int | None = None
     stages: int = 3
     keep: Keep = "states"
+    span: int = SPAN
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
@@ -50,6 +53,8 @@ class Config:
             raise ValueError(f"stages={self.stages}, allowed are (2, 3)")
         if self.keep not in get_args(Keep):
             raise ValueError(f"keep={self.keep!r}, allowed are {get_args(Keep)}")
+        if self.span not in (1, SPAN):
+            raise ValueError(f"span={self.span}, allowed are (1, {SPAN})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,7 @@ class Shapes:
       batch, time, heads, groups: B, T, H, G; T is a multiple of 128.
       dtype: of x, b, c and y.
       segments: neighbouring rows that are one row of the caller's, cut in time.
+      span: as for `Config`.
       tight: whether a warpgroup computes beside its products what does not wait for
         them, and the compiler puts no barrier before and after each write to memory.
         No write needs one: `commit_smem` stands behind it, and a wait for the copy that
@@ -72,6 +78,7 @@ class Shapes:
     groups: int
     dtype: Any
     segments: int = 1
+    span: int = SPAN
     tight: bool = False
 
     @property

@@ -1,7 +1,7 @@
 """Mosaic GPU kernel that carries the gradient of the state back through the chunks.
 
 Its blocks run `kernel_pass` backward: they write dX, and dS at the exit of each span of
-two chunks. Where the forward kept no states, as many blocks again compute them and
+chunks. Where the forward kept no states, as many blocks again compute them and
 write S at each span's entry. They need nothing of each other, so together they fill a
 card that either of them would leave idle when rows and heads are few. `kernel_grads`
 has the rest.
@@ -24,7 +24,6 @@ from pallas_kernels.gated_delta_rule.kernel_fwd import launch
 from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
     HEADS,
-    SPAN,
     STATE_SHAPE,
     Shapes,
 )
@@ -63,7 +62,7 @@ def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
             to = dx_ref.at[place.tokens(chunk), place.head(head)]
             store_output(staging["out"].at[head], to, out, shapes.dtype)
 
-            @pl.when(in_span(chunk) == SPAN - 1)
+            @pl.when(in_span(shapes, chunk) == shapes.span - 1)
             def _():
                 store_state(
                     place, staging["states"], d_states_ref, head, chunk, at_exit
@@ -93,7 +92,7 @@ def _bwd_kernel(sources, skip_ref, *refs, ring, plain, staging, shapes):
         place = Place(shapes, block - shapes.pairs)
 
         def emit(head, chunk, entry):
-            @pl.when(in_span(chunk) == 0)
+            @pl.when(in_span(shapes, chunk) == 0)
             def _():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 store_state(place, staging["states"], states[0], head, chunk, entry)
@@ -134,10 +133,10 @@ def chunk_bwd(
         states that leave the caller's rows, and of several segments where they lead.
 
     Returns:
-      What the other gradients need, [B H, T / 128, V, N] of x's dtype each: "states",
-      that at the entry of each span of two chunks, and "d_states", the gradient of that
-      at its exit; dx [B T, H, V]; and f32[B H, V, N], the gradient of the states that
-      enter the caller's rows.
+      What the other gradients need, `span_states` each: "states", that at the entry of
+      each span of chunks, and "d_states", the gradient of that at its exit;
+      dx [B T, H, V]; and f32[B H, V, N], the gradient of the states that enter the
+      caller's rows.
     """
     names = ("b", "c", "x", "dy", "gates")
     operand = functools.partial(tc.operand, HEADS, dtype=shapes.dtype)

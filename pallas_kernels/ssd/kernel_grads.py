@@ -1,6 +1,6 @@
 """Mosaic GPU kernel for the gradients that need no order, a chunk of a group at a time.
 
-`kernel_bwd` wrote S at the entry and dS at the exit of each span of two chunks. With M
+`kernel_bwd` wrote S at the entry and dS at the exit of each span of chunks. With M
 and G as in `kernel_pass`, a chunk's own S and dS, and rows i and columns j of [C, C]:
 
     dM = dY X^T        T = sum over the group's heads of dM o G diag(s)
@@ -18,9 +18,10 @@ so T is multiplied once for all heads of a group, and dB and dC are summed over 
 registers, in one fixed order. `kernel_steps` makes dg of dtotal and dexit. Z without
 its diagonal, whose row and column sums cancel, keeps dg precise under strong decay.
 
-**States inside a span.** The first chunk of a span has S at hand and takes dS back
+**States inside a span** of two chunks. The first has S at hand and takes dS back
 through the second one; the second has dS and takes S on through the first one. Either
 costs a product with a chunk "beside", and halves what crosses device memory for states.
+In spans of one chunk both are at hand.
 
 **Who works.** Blocks stay and work through chunk after chunk. Two warpgroups have half
 of the N columns each, of S, dS, B, C, dB and dC, and move the states. A third has what
@@ -45,7 +46,7 @@ from pallas_kernels.gated_delta_rule import tensor_core as tc
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
 from pallas_kernels.gated_delta_rule.kernel_fwd import decay_matrix
 from pallas_kernels.gated_delta_rule.kernel_grads import launch_grads
-from pallas_kernels.ssd.config_mosaic import SPAN, STATE_DIM, Shapes
+from pallas_kernels.ssd.config_mosaic import STATE_DIM, Shapes
 from pallas_kernels.ssd.kernel_pass import beside
 
 
@@ -60,8 +61,11 @@ HERE, BESIDE = 0, 1  # places of gates
 # the third one's own.
 TOTAL, EXIT, STEP, TO_STEPS = 0, 2, 4, 6
 SUMS = 7
-# For a head: its values and those beside, gates here and beside, halves of two states.
-HEAD_COPIES = len(VALUES) + 1 + 2 + 2 * len(EDGES)
+
+
+def _head_copies(shapes: Shapes) -> int:
+    """For a head: values and gates, halves of two states; values and gates beside."""
+    return len(VALUES) + 1 + 2 * len(EDGES) + (2 if shapes.span > 1 else 0)
 
 
 def _blocks(shapes: Shapes) -> int:
@@ -77,7 +81,7 @@ class _Turn:
         block = turn * blocks + lax.axis_index("block")
         self.token_chunk, self.group = tc.split_index(block, shapes.groups)
         self.row, self.chunk = tc.split_index(self.token_chunk, shapes.chunks)
-        self.span, self.is_second = tc.split_index(self.chunk, SPAN)
+        self.span, self.is_second = tc.split_index(self.chunk, shapes.span)
         self.tokens = pl.ds(self.token_chunk * CHUNK, CHUNK)
         self.inside = pl.ds(self.chunk * CHUNK, CHUNK)
         self.shapes = shapes
@@ -160,7 +164,10 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
 
         gates = smem["gates"].at[slot]
         factors = place.factors(member)
-        for at, chunk in ((HERE, place.chunk), (BESIDE, place.beside(place.chunk))):
+        chunks = [place.chunk]
+        if shapes.span > 1:
+            chunks.append(place.beside(place.chunk))
+        for at, chunk in enumerate(chunks):  # HERE, BESIDE
             plgpu.copy_gmem_to_smem(
                 sources["gates"].at[factors, chunk], gates.at[at], full
             )
@@ -170,26 +177,25 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
                 smem["edges"].at[slot, i, half],
                 full,
             )
-        _fetch_beside(
-            place,
-            sources,
-            VALUES,
-            lambda source: plgpu.copy_gmem_to_smem(
-                source.at[place.tokens_beside(), head],
-                smem["values_beside"].at[slot],
-                full,
-            ),
-        )
+        if shapes.span > 1:
+            _fetch_beside(
+                place,
+                sources,
+                VALUES,
+                lambda source: plgpu.copy_gmem_to_smem(
+                    source.at[place.tokens_beside(), head],
+                    smem["values_beside"].at[slot],
+                    full,
+                ),
+            )
         for name in VALUES:
             plgpu.copy_gmem_to_smem(
                 sources[name].at[place.tokens, head], smem[name].at[slot], full
             )
 
-        # Behind the first head, which need not wait for the end of the turn before.
-        @pl.when(member == 0)
-        def _():
-            fetch_keys_beside(place, turn)
-
+        if shapes.span > 1:
+            # Behind the first head, which need not wait for the end of the turn before.
+            pl.when(member == 0)(lambda: fetch_keys_beside(place, turn))
         return carry
 
     def turn_step(turn, carry):
@@ -199,10 +205,12 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
         return lax.fori_loop(0, shapes.group, step, carry)
 
     lax.fori_loop(0, turns, turn_step, None)
+
     # Every arrival must be waited for before the block ends; heads are even in number.
     for slot in range(2):
         plgpu.barrier_wait(smem["free"].at[slot])
-    plgpu.barrier_wait(smem["beside_free"])
+    if shapes.span > 1:
+        plgpu.barrier_wait(smem["beside_free"])
 
     @pl.when(turns >= 2)
     def _():
@@ -296,16 +304,17 @@ def _columns(
     def head_step(place, turn, member, sums):
         at = _parity(turn * shapes.group + member)
         plgpu.barrier_wait(smem["full"].at[at])
-        slot = {name: smem[name].at[at] for name in (*VALUES, "values_beside")}
-        slot |= {name: smem[name].at[at] for name in ("gates", "edges")}
+        slot = {name: smem[name].at[at] for name in (*VALUES, "gates", "edges")}
         slot |= {name: smem[name].at[_parity(turn)] for name in KEYS}
-        slot["keys_beside"] = smem["keys_beside"]
+        if shapes.span > 1:
+            slot["values_beside"] = smem["values_beside"].at[at]
+            slot["keys_beside"] = smem["keys_beside"]
 
-        @pl.when(member == 0)
-        def _():
-            plgpu.barrier_wait(smem["beside_full"])
+            @pl.when(member == 0)
+            def _():
+                plgpu.barrier_wait(smem["beside_full"])
 
-        _move_state(place, slot, columns, shapes.dtype)
+            _move_state(place, slot, columns, shapes.dtype)
         sums = _head_columns(shapes, slot, smem["sums"].at[at], columns, sums)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["summed"].at[at])
@@ -317,7 +326,8 @@ def _columns(
         plgpu.barrier_wait(smem["keys_full"].at[slot])
         step = functools.partial(head_step, place, turn)
         db, dc = lax.fori_loop(0, shapes.group, step, (zeros, zeros))
-        plgpu.barrier_arrive(smem["beside_free"])
+        if shapes.span > 1:
+            plgpu.barrier_arrive(smem["beside_free"])
         b, c = (smem[name].at[slot, columns] for name in KEYS)
         plgpu.barrier_wait(smem["pairs_full"])
         dc, db = tc.mma_onto((dc, (smem["pairs"], b)), (db, (smem["pairs"].T, c)))
@@ -446,19 +456,25 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
     def tiles(*shape: int) -> Any:
         return tc.operand(*shape, *SQUARE, dtype=shapes.dtype)
 
+    beside = {}
+    if shapes.span > 1:
+        beside = {
+            "keys_beside": tiles(2),
+            "values_beside": tiles(2),
+            "beside_full": plgpu.Barrier(num_arrivals=2),
+            "beside_free": plgpu.Barrier(num_arrivals=2),
+        }
     return {
+        **beside,
         **dict.fromkeys(KEYS, tiles(2, 2)),
-        "keys_beside": tiles(2),
-        **dict.fromkeys((*VALUES, "values_beside"), tiles(2)),
+        **dict.fromkeys(VALUES, tiles(2)),
         "edges": tiles(2, len(EDGES), 2),
         "pairs": tiles(),
-        "gates": plgpu.SMEM((2, 2, len(Gate), CHUNK), jnp.float32),
+        "gates": plgpu.SMEM((2, shapes.span, len(Gate), CHUNK), jnp.float32),
         "sums": plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
         "keys_full": plgpu.Barrier(num_arrivals=2 * len(KEYS), num_barriers=2),
         "keys_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        "beside_full": plgpu.Barrier(num_arrivals=2),
-        "beside_free": plgpu.Barrier(num_arrivals=2),
-        "full": plgpu.Barrier(num_arrivals=HEAD_COPIES, num_barriers=2),
+        "full": plgpu.Barrier(num_arrivals=_head_copies(shapes), num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "summed": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "pairs_full": plgpu.Barrier(num_arrivals=1),
@@ -474,7 +490,7 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
     Args:
       shapes: sizes of the call.
       sources: b, c [B T, G, N]; x, dy [B T, H, V]; states, d_states
-        [B H, T / 128, V, N]; gates f32[B H', T / C, len(Gate), C].
+        of `span_states`; gates f32[B H', T / C, len(Gate), C].
 
     Returns:
       db, dc like b; and f32[B H', T]: dstep; "d_total" and "exits", gradients of the

@@ -50,7 +50,6 @@ from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
     HEADS,
     REGISTERS,
-    SPAN,
     STATE_DIM,
     STATE_SHAPE,
     Config,
@@ -421,16 +420,17 @@ def barriers(copies: int, stages: int, *, output: bool) -> dict[str, Any]:
 def store_state(
     place: Place, staging: Any, out_ref: Any, head: Any, chunk: Any, state: jax.Array
 ) -> None:
-    """Sends the state of a span through `staging` to [B H, T / 128, V, N]."""
+    """Sends the state of a span through `staging` to `span_states`."""
     staging.at[head][...] = state
     plgpu.commit_smem()
-    to = out_ref.at[place.item(head), lax.div(chunk, jnp.int32(SPAN))]
+    span = jnp.int32(place.shapes.span)
+    to = out_ref.at[place.item(head), lax.div(chunk, span)]
     plgpu.copy_smem_to_gmem(staging.at[head], to)
 
 
-def in_span(chunk: jax.Array) -> jax.Array:
+def in_span(shapes: Shapes, chunk: jax.Array) -> jax.Array:
     """Which of its span a chunk is."""
-    return lax.rem(chunk, jnp.int32(SPAN))
+    return lax.rem(chunk, jnp.int32(shapes.span))
 
 
 def store_output(staging: Any, out_ref: Any, out: jax.Array, dtype: Any) -> None:
@@ -457,7 +457,7 @@ def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, stages):
         store_output(staging["out"].at[head], to, out, shapes.dtype)
         if states:
 
-            @pl.when(in_span(chunk) == 0)
+            @pl.when(in_span(shapes, chunk) == 0)
             def _():
                 store_state(place, staging["states"], states[0], head, chunk, before)
 
@@ -480,8 +480,8 @@ def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, stages):
 
 
 def span_states(shapes: Shapes) -> jax.ShapeDtypeStruct:
-    """One state for each span of two chunks."""
-    shape = (shapes.items, shapes.spans, *STATE_SHAPE)
+    """One state for each span of chunks."""
+    shape = (shapes.items, shapes.chunks // shapes.span, *STATE_SHAPE)
     return jax.ShapeDtypeStruct(shape, shapes.dtype)
 
 

@@ -169,6 +169,7 @@ def ssd(
         batch=batch * count,
         time=length,
         segments=count,
+        span=config.span,
     )
     skip = jnp.zeros((shapes.heads,), jnp.float32) if d is None else d
     *tokens, starts = rows

@@ -278,7 +278,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
     "chunks, heads, groups, dtype, config",
     [
         (6, 2, 1, "float16", Config(segments=3)),
-        (2, 4, 2, "bfloat16", Config(segments=1)),
+        (2, 4, 2, "bfloat16", Config(segments=1, span=1)),
     ],
     ids=["segments", "groups"],
 )
@@ -372,6 +372,8 @@ def test_other_values_are_refused():
         Config(segments=0)
     with pytest.raises(ValueError, match="stages=4"):
         Config(stages=4)
+    with pytest.raises(ValueError, match=r"span=3, allowed are \(1, 2\)"):
+        Config(span=3)
     with pytest.raises(ValueError, match="keep='all', allowed are"):
         Config(keep="all")
     with pytest.raises(ValueError, match="has none"):
@@ -441,8 +443,10 @@ def test_models_on_the_card(name, segments):
     in_f32 = [m.astype(jnp.float32) if m.dtype == spec.dtype else m for m in args]
     want = run("reference")(*in_f32)
     names = (*NAMES[:-1], "dbias", NAMES[-1])
-    for label, a, b in zip(names, got, want, strict=True):
-        assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
+    of_chunks = run("mosaic", Config(segments=segments, span=1))(*args)
+    for found in (got, of_chunks):
+        for label, a, b in zip(names, found, want, strict=True):
+            assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
     again = run("mosaic", Config(segments=segments, keep="inputs"))
     for call in (*[again] * 10, *[mosaic] * 100):
         for label, a, b in zip(names, call(*args), got, strict=True):
