@@ -18,6 +18,7 @@ from jaxaccel.cache.decoder import DecoderCache, LayerCache
 from jaxaccel.cache.recurrent import PendingRecurrent, RecurrentCacheOfLayer
 from jaxaccel.data.batch import packing_metadata
 from jaxaccel.decoding.layer_loop import begin_reading, scan_layers
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.attention import PendingAttention
 from jaxaccel.nn.engram import EngramState
 from jaxaccel.nn.engram_memory import MemoryCache
@@ -85,13 +86,18 @@ def verify(
     def layer(block: Any, x: jax.Array, part: Any):
         pending = None
         if block.mixer is not None:
-            h = block.mixer_norm(x)
-            mixed, pending = block.mixer.verify(h, meta, part, length)
-            x = x + mixed
-        if block.mlp is not None:
-            h = block.mlp_norm(x)
-            is_moe = isinstance(block.mlp, MoE)
-            x = x + (block.mlp(h, meta)[0] if is_moe else block.mlp(h))
+            if few_rows.adds_itself(block.mixer, x, part):
+                x, pending = block.mixer.verify(x, meta, part, length, block.mixer_norm)
+            else:
+                h = block.mixer_norm(x)
+                mixed, pending = block.mixer.verify(h, meta, part, length)
+                x = x + mixed
+        if isinstance(block.mlp, MoE):
+            x = x + block.mlp(block.mlp_norm(x), meta)[0]
+        elif few_rows.adds_itself(block.mlp, x, cache):
+            x = block.mlp.added(x, block.mlp_norm)
+        elif block.mlp is not None:
+            x = x + block.mlp(block.mlp_norm(x))
         if pending is None:
             return x, None, None
         if isinstance(pending, PendingAttention):

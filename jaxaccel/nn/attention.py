@@ -22,6 +22,7 @@ from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
 from jaxaccel.nn.rope import RopeConfig, apply_rope, frequencies
 from pallas_kernels.attention import attention, choose, tiling
+from pallas_kernels.decode_attention import MAX_TIME
 from pallas_kernels.sparse_decode_attention import Rotary
 
 
@@ -302,8 +303,10 @@ class Attention(nnx.Module):
         cache: Any,
         length: jax.Array | None,
         norm: RMSNorm | None = None,
+        *,
+        are_drafts: bool = False,
     ) -> tuple[jax.Array, Any]:
-        """See `__call__`, and `added` with a norm."""
+        """See `__call__`, `added` with a norm, and `verify` where these are drafts."""
         config = self.config
         if cache is not None and length is None:
             raise ValueError("Attention: a cache needs `length`, got None")
@@ -338,6 +341,11 @@ class Attention(nnx.Module):
             if self.decode is not None and time == 1:
                 held = jnp.where(meta.is_real[:, 0], length + 1, 0)
                 o = cache.attend(q, held, **self._decode_options)
+                return project(o), cache
+            if self.decode is not None and are_drafts and time <= MAX_TIME:
+                # Padding behind the drafts sees slots of no meaning, nothing sees it.
+                o = cache.attend(q, length + time, **self._decode_options)
+                o = jnp.where(meta.is_real[:, :, None, None], o, jnp.zeros_like(o))
                 return project(o), cache
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.
@@ -413,6 +421,7 @@ class Attention(nnx.Module):
         meta: PackingMetadata,
         cache: KVCache | KVCacheOfLayer,
         length: jax.Array,
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, PendingAttention]:
         """Reads drafted tokens, of which `commit` keeps a prefix.
 
@@ -421,11 +430,12 @@ class Attention(nnx.Module):
           meta: documents and positions.
           cache: keys and values of earlier calls.
           length: i32[B], tokens in the cache.
+          norm: if given, x is the stream in front of it, see `few_rows.adds_itself`.
 
         Returns:
-          [B, T, D] as from `__call__`, and what `commit` takes.
+          [B, T, D] as from `__call__`, or the stream after it, and what `commit` takes.
         """
-        y, after = self(x, meta, cache, length)
+        y, after = self._mixed(x, meta, cache, length, norm, are_drafts=True)
         assert after is not None  # a cache was given
         return y, PendingAttention(cache=after, length=length)
 

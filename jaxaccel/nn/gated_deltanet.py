@@ -454,6 +454,7 @@ class GatedDeltaNet(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         length: jax.Array | None = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, PendingRecurrent]:
         """Mixes tokens of which only a prefix may be kept, for speculative decoding.
 
@@ -462,15 +463,16 @@ class GatedDeltaNet(nnx.Module):
           meta: as for `__call__`; only the first token may begin a document.
           cache: state left by earlier calls.
           length: unused, taken so that all mixers are called alike.
+          norm: if given, x is the stream in front of it, see `few_rows.adds_itself`.
 
         Returns:
-          [B, T, D] in the compute dtype, and what `commit` needs. Padding and what
-          stands behind it gets values without meaning.
+          [B, T, D] in the compute dtype, or the stream after it, and what `commit`
+          needs. Padding and what stands behind it gets values without meaning.
         """
         del length
         if isinstance(cache, RecurrentCacheOfLayer):
             cache = cache.row
-        qkv, a, b, z = self._projections(x)
+        qkv, a, b, z = self._projections(x, norm)
         y, pending = gated_delta_verify(
             qkv,
             a,
@@ -482,7 +484,8 @@ class GatedDeltaNet(nnx.Module):
             is_first=meta.is_first[:, 0],
             implementation=self.verify_implementation,
         )
-        return self.out_proj(y), PendingRecurrent(cache=cache, tokens=pending)
+        y = few_rows.output(self.products, x, y, self.out_proj, norm)
+        return y, PendingRecurrent(cache=cache, tokens=pending)
 
     def commit(self, pending: PendingRecurrent, accepted: jax.Array) -> RecurrentCache:
         """Keeps the first of the tokens that `verify` has seen.

@@ -472,6 +472,7 @@ class Mamba2(nnx.Module):
         meta: PackingMetadata,
         cache: RecurrentCache | RecurrentCacheOfLayer,
         length: jax.Array | None = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, PendingRecurrent]:
         """Mixes tokens of which only a prefix may be kept, for speculative decoding.
 
@@ -480,12 +481,16 @@ class Mamba2(nnx.Module):
           meta: as for `__call__`; only the first token may begin a document.
           cache: state left by earlier calls.
           length: unused, taken so that all mixers are called alike.
+          norm: if given, x is the stream in front of it, see `few_rows.adds_itself`.
 
         Returns:
-          [B, T, D] in the compute dtype, and what `commit` needs. Padding and what
-          stands behind it gets values without meaning.
+          [B, T, D] in the compute dtype, or the stream after it, and what `commit`
+          needs. Padding and what stands behind it gets values without meaning.
         """
         del length
+        if norm is not None:
+            mixed, pending = self.verify(norm(x), meta, cache)
+            return x + mixed, pending
         if isinstance(cache, RecurrentCacheOfLayer):
             cache = cache.row
         drafted = DraftedTokens(

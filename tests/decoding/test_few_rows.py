@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxaccel.decoding.verify import commit, verify
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.nn import few_rows
 from jaxaccel.nn.attention import Attention
@@ -71,6 +72,39 @@ def test_a_decoder_reads_the_same_in_fewer_products(models, name, counts):
     want, none = read(plain)
     got, found = read(few)
     assert (none, found) == ([0, 0, 0], counts)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_drafts_are_verified_in_few_products(random_model):
+    """Two tokens of two rows, of which the second row has ended but for one."""
+    ops = {"gemv": "xla", "decode_attention": "xla"}
+    plain, few = (
+        random_model(dataclasses.replace(CONFIG, implementation=x)) for x in (None, ops)
+    )
+    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 128)
+    segments, accepted = jnp.array([[1, 1], [1, 0]]), jnp.array([2, 0])
+
+    def speculate(model):
+        graphdef, state = nnx.split(model)
+
+        @jax.jit
+        def run(state):
+            model = nnx.merge(graphdef, state)
+            cache = model(tokens[:, :5], cache=model.init_cache(2, 16)).cache
+            with recorded_choices() as choices:
+                hidden, pending = verify(model, tokens[:, 5:], segments, cache)
+            found.append([choice.op for choice in choices])
+            return hidden, commit(model, pending, accepted)
+
+        found = []
+        hidden, cache = run(state)
+        return (hidden[0], hidden[1, :1], cache), found[0]
+
+    (want, _), (got, ops) = speculate(plain), speculate(few)
+    assert ops.count("gemv") == 2 * 4
+    assert "decode_attention" in ops
+    assert "attention" not in ops
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
