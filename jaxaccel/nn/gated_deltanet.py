@@ -193,10 +193,10 @@ class GatedDeltaNet(nnx.Module):
         self.rule_implementation = implementation_of("gated_delta_rule", implementation)
         self.step_implementation = implementation_of("gated_delta_step", implementation)
         self.products = few_rows.named(implementation)
-        # An op of its own, which has no "mosaic" yet: naming that for steps is no
-        # word about it.
-        exact = self.step_implementation == "reference"
-        self.verify_implementation: Any = "reference" if exact else None
+        # Both `gated_delta_verify` and the `gated_delta_commit` behind it.
+        self.verify_implementation: Any = implementation_of(
+            "gated_delta_verify", implementation
+        )
 
     @property
     def _starts(self) -> ChunkStarts:

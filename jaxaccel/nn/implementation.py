@@ -15,6 +15,7 @@ OPS = (
     "engram_hash",
     "gated_delta_rule",
     "gated_delta_step",
+    "gated_delta_verify",
     "gemv",
     "grouped_matmul",
     "host_gather",

@@ -15,7 +15,6 @@ from pallas_kernels.gated_delta_step.layer import Layer, Pending
 
 
 STATE_DTYPES = ("float32", "bfloat16")
-_VERIFY_AVAILABLE: tuple[Implementation, ...] = ("xla", "reference")
 
 
 def choose(
@@ -135,9 +134,7 @@ def gated_delta_step(
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
         from pallas_kernels.gated_delta_step import kernel
 
-        places = jnp.arange(qkv.shape[0], dtype=jnp.int32) if slots is None else slots
-        if live is not None:
-            places = jnp.where(live, places, -1)
+        places = _places(slots, live, qkv.shape[0])
         return kernel.gated_delta_step(
             choice.config,
             qkv,
@@ -159,6 +156,40 @@ def gated_delta_step(
         pools.put(conv_pool, slots, live, window),
         pools.put(state_pool, slots, live, state),
     )
+
+
+def _choose_verify(
+    op: str,
+    implementation: Implementation | None,
+    qkv: Any,
+    key_heads: int,
+    conv_pool: Any,
+    state_pool: Any,
+) -> Choice:
+    """What `gated_delta_verify` or `gated_delta_commit` runs, by its sizes."""
+    refused = {}
+    if not (hw.is_hopper() or interpret.is_interpreting()):
+        refused["mosaic"] = (
+            f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
+        )
+    elif reason := configs.verify_refusal(
+        time=qkv.shape[1],
+        key_heads=key_heads,
+        entry=state_pool.shape[1:],
+        conv_width=conv_pool.shape[1] + 1,
+        dtype=qkv.dtype,
+        conv_dtype=conv_pool.dtype,
+        state_dtype=state_pool.dtype,
+    ):
+        refused["mosaic"] = reason
+    only_named = {"mosaic": "no measured row speaks for it yet"}
+    return select(op, implementation, refused, only_named=only_named)
+
+
+def _places(slots: jax.Array | None, live: jax.Array | None, batch: int) -> jax.Array:
+    """Of each row its slot, i32[B], -1 where it has none or is not live."""
+    places = jnp.arange(batch, dtype=jnp.int32) if slots is None else slots
+    return places if live is None else jnp.where(live, places, -1)
 
 
 def gated_delta_verify(
@@ -186,7 +217,7 @@ def gated_delta_verify(
       z: [B, T, Hv * V].
       layer, conv_pool, state_pool, slots: as for `gated_delta_step`.
       is_first: bool[B], whether the first of the tokens begins a document.
-      implementation: "xla", "reference" or `None`.
+      implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
     Returns:
       (y [B, T, Hv * V] of qkv's dtype, zero in rows of slot -1; what
@@ -194,19 +225,29 @@ def gated_delta_verify(
 
     Raises:
       ValueError: a shape, dtype or slot is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
     """
     time = qkv.shape[1] if qkv.ndim == 3 else 0
     _check((qkv, a, b, z), layer, conv_pool, state_pool, slots, time=time)
     _check_masks(qkv.shape[0], is_first=is_first)
     slots = pools.inside(slots, state_pool.shape[0])
-    choice = select(
-        "gated_delta_verify", implementation, {}, available=_VERIFY_AVAILABLE
+    choice = _choose_verify(
+        *("gated_delta_verify", implementation),
+        *(qkv, layer.key_heads, conv_pool, state_pool),
     )
+    live = pools.live_rows(slots, None)
+    if choice.implementation == "mosaic":
+        from pallas_kernels.gated_delta_step import kernel_verify
+
+        places = _places(slots, live, qkv.shape[0])
+        tokens = (qkv, a, b, z, layer, conv_pool, state_pool)
+        y, pending = kernel_verify.gated_delta_verify(*tokens, places, is_first)
+        return pools.masked(y, live), pending
     run = reference if choice.implementation == "reference" else xla
     window = pools.take(conv_pool, slots, is_first)
     state = pools.take(state_pool, slots)
     y, pending = run.verify(layer, qkv, a, b, z, window, state, is_first)
-    return pools.masked(y, pools.live_rows(slots, None)), pending
+    return pools.masked(y, live), pending
 
 
 def gated_delta_commit(
@@ -224,7 +265,7 @@ def gated_delta_commit(
       pending: of `gated_delta_verify` with the same pools and slots.
       accepted: i32[B], tokens to keep, 0 to T; 0 leaves the row's slot bit for bit.
       conv_pool, state_pool, slots: as they were for `gated_delta_verify`.
-      implementation: "xla", "reference" or `None`.
+      implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
     Returns:
       (the new conv pool, the new state pool): as if the accepted tokens alone had
@@ -232,6 +273,7 @@ def gated_delta_commit(
 
     Raises:
       ValueError: a shape, dtype or slot is not allowed.
+      NotImplementedError: the named implementation cannot run this call.
     """
     batch, time, channels = pending.qkv.shape
     _expect("accepted", accepted, (batch,), jnp.int32)
@@ -239,16 +281,24 @@ def gated_delta_commit(
     entry = (heads, value_dim, pending.k.shape[3])
     _check_pools(batch, channels, entry, conv_pool, state_pool, slots)
     slots = pools.inside(slots, state_pool.shape[0])
-    choice = select(
-        "gated_delta_commit", implementation, {}, available=_VERIFY_AVAILABLE
+    choice = _choose_verify(
+        *("gated_delta_commit", implementation, pending.qkv),
+        *(pending.k.shape[2], conv_pool, state_pool),
     )
-    run = reference if choice.implementation == "reference" else xla
     accepted = jnp.clip(accepted, 0, time)
+    some = accepted > 0
+    live = some if slots is None else some & (slots >= 0)
+    if choice.implementation == "mosaic":
+        from pallas_kernels.gated_delta_step import kernel_verify
+
+        places = _places(slots, live, batch)
+        return kernel_verify.gated_delta_commit(
+            *(pending, accepted, conv_pool, state_pool, places)
+        )
+    run = reference if choice.implementation == "reference" else xla
     window = pools.take(conv_pool, slots, pending.is_first)
     state = pools.take(state_pool, slots, pending.is_first)
     window, state = run.commit(pending, accepted, window, state)
-    some = accepted > 0
-    live = some if slots is None else some & (slots >= 0)
     return (
         pools.put(conv_pool, slots, live, window),
         pools.put(state_pool, slots, live, state),

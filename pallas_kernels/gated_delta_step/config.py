@@ -15,6 +15,7 @@ HEAD_DIM = 128  # K and V
 WARPGROUP = 128  # threads
 MAX_GROUP = 8  # value heads that read one key head
 MAX_WIDTH = 8  # taps of the convolution
+MAX_TIME = 8  # tokens that are verified at once
 PREPARED = 2  # tokens whose small vectors are in shared memory
 BARRIER_BYTES = 1024  # of shared memory, kept for a block's barriers
 
@@ -216,3 +217,30 @@ def refusal(
     if (name := jnp.dtype(state_dtype).name) not in ("float32", "bfloat16"):
         return f"state_pool.dtype = {name}, the kernel has float32 and bfloat16"
     return None
+
+
+def verify_refusal(
+    *,
+    time: int,
+    key_heads: int,
+    entry: tuple[int, int, int],
+    conv_width: int,
+    dtype: Any,
+    conv_dtype: Any,
+    state_dtype: Any,
+) -> str | None:
+    """Why the kernels of T tokens cannot run these sizes; entry is (Hv, V, K)."""
+    if time > MAX_TIME:
+        return f"T = {time} tokens, the kernels have 1 to {MAX_TIME}"
+    value_heads, value_dim, key_dim = entry
+    return refusal(
+        batch=1,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        conv_width=conv_width,
+        dtype=dtype,
+        conv_dtype=conv_dtype,
+        state_dtype=state_dtype,
+    )
