@@ -26,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._common import in_place
 from pallas_kernels._common.layout import split_index
 from pallas_kernels.gated_delta_step import kernel as step
-from pallas_kernels.gated_delta_step import xla
 from pallas_kernels.gated_delta_step.config import HEAD_DIM, Config
 from pallas_kernels.gated_delta_step.layer import Layer, Pending
 
@@ -46,6 +45,7 @@ class Plan:
       state_dtype: of the state in device memory.
       restarts: whether a row's first token may begin a document.
       norm_eps: added to the mean square.
+      top_beta: 1 or 2, what a large b makes of beta.
     """
 
     batch: int
@@ -57,6 +57,7 @@ class Plan:
     state_dtype: Any
     restarts: bool
     norm_eps: float = 0.0
+    top_beta: float = 1.0
 
     config = Config(rows=ROWS, part=ROWS)
     part = (ROWS, HEAD_DIM)
@@ -165,10 +166,18 @@ def _verify_kernel(refs: dict[str, Any], shared: dict[str, Any], *, plan: Any) -
     for t in range(plan.time):
         q = step._along(plan, channels.at[t, Q]) * step.SCALE
         k = step._along(plan, channels.at[t, K])
-        alpha = jnp.exp(refs["log_decay"][row, t, head])
+        rate, bias = jnp.exp(refs["A_log"][head]), refs["dt_bias"][head]
+        log_decay = -rate * step._softplus(refs["a"][row, t, head] + bias)
+        alpha = jnp.exp(log_decay)
+        beta = plan.top_beta * step._sigmoid(refs["b"][row, t, head])
+
+        @pl.when(w == 0)
+        def _(log_decay=log_decay, t=t):
+            refs["log_decay"][row, t, head] = log_decay
+
         value = _of_rows(plan, channels.at[t, V, rows])
         sk, sq = jnp.sum(state * k, axis=1), jnp.sum(state * q, axis=1)
-        written = refs["beta"][row, t, head] * (value - alpha * sk)
+        written = beta * (value - alpha * sk)
         refs["written"].at[row, t, head, rows][...] = written
         o = step._rounded(plan, alpha * sq + jnp.sum(q * k, axis=1) * written)
         shared["read"].at[t, rows][...] = o.astype(plan.dtype)
@@ -281,12 +290,14 @@ def gated_delta_verify(
         state_dtype=jnp.dtype(state_pool.dtype),
         restarts=is_first is not None,
         norm_eps=layer.norm_eps,
+        top_beta=2.0 if layer.negative_eigenvalues else 1.0,
     )
-    log_decay, beta = xla.gates(layer, a, b)
     inputs = {
         "qkv": qkv,
-        "log_decay": log_decay,
-        "beta": beta,
+        "a": a,
+        "b": b,
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
         "z": z.reshape(batch, time, heads, dim),
         "weight": layer.conv_weight,
         "scale": layer.norm_scale,
@@ -301,6 +312,7 @@ def gated_delta_verify(
         "y": like((batch, time, heads, dim), plan.dtype),
         "k": like((batch, time, layer.key_heads, dim), plan.dtype),
         "written": like((batch, time, heads, dim), jnp.float32),
+        "log_decay": like((batch, time, heads), jnp.float32),
     }
     scratch = {
         "channels": plgpu.SMEM((WARPGROUPS, time, 3, dim), plan.dtype),
@@ -313,7 +325,7 @@ def gated_delta_verify(
     kernel = _kernel(
         _verify_kernel, "verify", plan, names, tuple(outs.values()), scratch
     )
-    y, k, written = kernel(*inputs.values())
+    y, k, written, log_decay = kernel(*inputs.values())
     pending = Pending(
         qkv=qkv, k=k, written=written, log_decay=log_decay, is_first=is_first
     )
