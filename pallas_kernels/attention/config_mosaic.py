@@ -40,7 +40,8 @@ class Config:
         shared memory.
       backward: "recomputed", or "stored" for a dk, dv kernel that writes dS to device
         memory and a dq kernel that only multiplies it with K (`kernel_bwd_stored`).
-        It runs where dS of one row and kv head are within `scores_bytes`, else the
+        It runs where dS of one row and kv head are within `scores_bytes`, and, of
+        documents, where those of one row's are, which the device finds out. Else the
         other one does.
       scores_bytes: what dS may take in device memory at a time; below 4 GiB, as
         elements have 32-bit indices.

@@ -15,7 +15,8 @@ warpgroup skips the tiles that its own queries do not see: they were not written
 sums have one fixed order and no atomics.
 
 dS of some rows and kv heads is alive at a time (`Parts`): parts follow one another,
-each with both kernels.
+each with both kernels. How many pairs a row has at most follows from its length; how
+many documents leave of them is known on the device alone (`parts_for_documents`).
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2, whose sum over blocks of
 keys by atomics this replaces.
@@ -380,7 +381,7 @@ def gradients(
 
     Args:
       plan: sizes of the call.
-      parts: of `parts_of`.
+      parts: of `parts_of` or `parts_for_documents`.
       inputs: as for `attention_dq`, without tables.
       bounds: of the mask.
 

@@ -1,8 +1,8 @@
 """Mosaic GPU kernel of the forward pass, and what all kernels of this op share.
 
 A block has 64 queries of one head for each of its computing warpgroups and visits the
-tiles of keys that `tiles.TileBounds` lists: first those where every pair is allowed,
-then those that need the mask. One warpgroup feeds a ring of tiles with TMA, K and V in
+tiles of keys that `tiles.TileBounds` lists: first those that need the mask, then those
+where every pair is allowed. One warpgroup feeds a ring of tiles with TMA, K and V in
 turn. Each step is the online softmax in base 2,
 
     S = Q K^T      m' = max(m, rowmax(S) c)      P = exp2(S c - m')
@@ -247,20 +247,34 @@ jax.tree_util.register_dataclass(_Sums)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Item:
-    """Queries of one head that a block works on.
+class _Place:
+    """Where an item is.
 
     Attributes:
-      row, block, head: which.
-      slot: of the queries in shared memory.
-      low: the first key of each query, i32[64] in `PER_ROW`.
-      end: places of the ring that were used after its last step.
+      row, block, head: which queries.
+      slot: where in shared memory they come.
     """
 
     row: jax.Array
     block: jax.Array
     head: jax.Array
     slot: jax.Array
+
+
+jax.tree_util.register_dataclass(_Place)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """Queries of one head that a block works on.
+
+    Attributes:
+      at: where they are.
+      low: the first key of each query, i32[64] in `PER_ROW`.
+      end: places of the ring that were used after its last step.
+    """
+
+    at: _Place
     low: jax.Array
     end: jax.Array
 
@@ -295,7 +309,8 @@ class _Computing:
         """A `PER_ROW` vector over the columns of O."""
         return tc.per_row(vector, (ROWS, self.plan.head_dim))
 
-    def place(self, n: jax.Array) -> jax.Array:
+    def ring_slot(self, n: jax.Array) -> jax.Array:
+        """Of the n-th tile of this block."""
         return lax.rem(n, jnp.int32(self.plan.config.slots))
 
     def arrived(self, slot: jax.Array) -> Any:
@@ -311,7 +326,7 @@ class _Computing:
 
     def scores(self, q: Any, n: jax.Array) -> jax.Array:
         """Scores of the keys at a place of the ring."""
-        slot = self.place(n)
+        slot = self.ring_slot(n)
         k = self.arrived(slot)
 
         def body(total):
@@ -325,7 +340,7 @@ class _Computing:
 
     def values(self, sums: _Sums, end: jax.Array) -> jax.Array:
         """O with the values at the last place before `end`."""
-        slot = self.place(end - 1)
+        slot = self.ring_slot(end - 1)
         v = self.arrived(slot)
 
         def body(total):
@@ -351,7 +366,7 @@ class _Computing:
         Returns:
           What `softmax` does; O.
         """
-        k_slot, v_slot = self.place(n), self.place(n - 1)
+        k_slot, v_slot = self.ring_slot(n), self.ring_slot(n - 1)
         k, v = self.arrived(k_slot), self.arrived(v_slot)
         self.turns.take()
 
@@ -416,13 +431,13 @@ class _Computing:
         p = tc.settle(p).astype(plan.dtype)
         acc = tc.full((ROWS, plan.head_dim), 0.0, tc.MATRIX)
 
-        def give_back_queries():
-            """The item before is written by now, and the one after may come."""
+        def release_item_before():
+            """It is written by now, and the item behind this one may come."""
             if before is not None:
-                self.give_back_queries(before[0].slot)
+                self.give_back_queries(before[0])
 
         def step(i, sums, masked):
-            pl.when(i == 2)(give_back_queries)
+            pl.when(i == 2)(release_item_before)
 
             def softmax(scores):
                 mask = allowed(i) if masked else None
@@ -437,15 +452,15 @@ class _Computing:
         sums = lax.fori_loop(1, outer, masked, _Sums(acc, m, l, p))
         unmasked = functools.partial(step, masked=False)
         sums = lax.fori_loop(outer, steps.count, unmasked, sums)
-        pl.when(steps.count <= 2)(give_back_queries)
+        pl.when(steps.count <= 2)(release_item_before)
         end = n + 2 * steps.count
-        return _Item(at.row, at.block, at.head, at.slot, first_key, end), sums
+        return _Item(at, first_key, end), sums
 
     def last_values(self, item: _Item, sums: _Sums) -> None:
         """Ends the last item of a block."""
         self.turns.take()
         self.write(item, dataclasses.replace(sums, acc=self.values(sums, item.end)))
-        self.give_back_queries(item.slot)
+        self.give_back_queries(item)
 
     def write(self, item: _Item, sums: _Sums) -> None:
         """Divides and writes o and the logarithm of the sums, in base 2."""
@@ -454,18 +469,19 @@ class _Computing:
         inverse = jnp.where(invalid, jnp.nan, inverse)
         log_total = jnp.where(nothing, NOTHING, sums.m + jnp.log(sums.l) * LOG2_E)
         log_total = jnp.where(invalid, jnp.nan, log_total)
-        o, lse = self.smem["q"].at[item.slot, self.w], self.smem["lse"].at[self.w]
+        at = item.at
+        o, lse = self.smem["q"].at[at.slot, self.w], self.smem["lse"].at[self.w]
         o[...] = (sums.acc * self.by_row(inverse)).astype(self.plan.dtype)
         lse[...] = log_total
         plgpu.commit_smem()
-        rows = self.rows(item.block)
-        plgpu.copy_smem_to_gmem(o, self.refs["o"].at[item.row, rows, item.head])
-        plgpu.copy_smem_to_gmem(lse, self.refs["lse"].at[item.row, item.head, rows])
+        rows = self.rows(at.block)
+        plgpu.copy_smem_to_gmem(o, self.refs["o"].at[at.row, rows, at.head])
+        plgpu.copy_smem_to_gmem(lse, self.refs["lse"].at[at.row, at.head, rows])
 
-    def give_back_queries(self, slot: jax.Array) -> None:
+    def give_back_queries(self, item: _Item) -> None:
         """Lets queries come to where the o was that is written."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.smem["q_free"].at[slot])
+        plgpu.barrier_arrive(self.smem["q_free"].at[item.at.slot])
 
 
 def _start(plan, sinks_ref, head):
@@ -477,21 +493,6 @@ def _start(plan, sinks_ref, head):
         # 0 for a sink of -inf, which is none.
         l = lax.select(sink >= LOWEST, jnp.float32(1), jnp.float32(0))
     return tuple(tc.full((ROWS,), x, tc.PER_ROW) for x in (m, l))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where an item is.
-
-    Attributes:
-      row, block, head: which queries.
-      slot: where in shared memory they come.
-    """
-
-    row: jax.Array
-    block: jax.Array
-    head: jax.Array
-    slot: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,15 +116,15 @@ def gradients(
 
     if plan.config.backward != "stored":
         return recomputed(inputs, bounds)
-    parts = kernel_bwd_stored.parts_of(plan, bounds)
+    stored = functools.partial(kernel_bwd_stored.gradients, plan)
+    run, parts = recomputed, kernel_bwd_stored.parts_of(plan, bounds)
     if parts is not None:
-        return kernel_bwd_stored.gradients(plan, parts, inputs, bounds)
-    parts = kernel_bwd_stored.parts_for_documents(plan, bounds)
-    if parts is None:
-        return recomputed(inputs, bounds)
-    stored = functools.partial(kernel_bwd_stored.gradients, plan, parts)
-    fits = bounds.pairs <= parts.pairs
-    return jax.lax.cond(fits, stored, recomputed, inputs, bounds)
+        run = functools.partial(stored, parts)
+    fewer = kernel_bwd_stored.parts_for_documents(plan, bounds)
+    if fewer is None or (parts and parts.count(plan) <= fewer.count(plan)):
+        return run(inputs, bounds)
+    run_fewer = functools.partial(stored, fewer)
+    return jax.lax.cond(bounds.pairs <= fewer.pairs, run_fewer, run, inputs, bounds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

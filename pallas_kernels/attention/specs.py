@@ -102,10 +102,10 @@ LENGTHS = (
     *(532, 589, 1054, 289, 1366, 766, 376, 2214, 113, 739, 902, 64),
 )
 
-# The same in whole blocks of 128, by which every public kernel can cut them.
-_BLOCKS = [max(1, round(x / 128)) for x in LENGTHS]
-_BLOCKS[2] += 32768 // 128 - sum(_BLOCKS)
-WHOLE_LENGTHS = tuple(128 * x for x in _BLOCKS)
+# The same in whole blocks of 128 tokens; the longest one makes up for the rest.
+_BLOCKS = tuple(max(1, round(x / 128)) for x in LENGTHS)
+_MISSING = 32768 // 128 - sum(_BLOCKS)
+WHOLE_LENGTHS = tuple(128 * (x + _MISSING if x == max(_BLOCKS) else x) for x in _BLOCKS)
 
 SPECS = (
     Spec(
@@ -375,7 +375,7 @@ def _case(spec: Spec, backward: bool) -> Case:
             cudnn = _cudnn_packed if spec.is_packed else _cudnn
             peers["cudnn"] = lambda: cudnn(spec, backward)
             if spec.is_packed and spec.heads > spec.kv_heads:
-                # cuDNN's gradients of packed rows are other ones for grouped heads.
+                # Whether grouped heads are what its wrong gradients come from.
                 peers["cudnn_repeated"] = lambda: _cudnn_packed(spec, backward, True)
     size = f"{spec.batch}x{spec.time} H{spec.heads} G{spec.kv_heads} K{spec.dim}"
     return Case(

@@ -8,16 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
+    LIMITS,
     NAMES,
     arguments,
     assert_equal_to_reference,
     assert_model_shape,
+    exact,
+    in_tiles,
     interpreted_results,
     lengths,
     results,
 )
 
 from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
 from pallas_kernels.attention import (
     attention,
     choose,
@@ -73,6 +78,23 @@ def test_packed_documents_with_every_option(config):
         np.testing.assert_array_equal(x[0, first:last], x[1, first:last], err_msg=name)
         if name != "lse":
             assert not x[:, last:].any(), name
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_a_block_goes_through_items_of_many_and_few_steps(warpgroups):
+    """One SM: queries of both places come and go, behind steps of 1, 2 and more."""
+    config = Config(warpgroups=warpgroups, persistent=True, step_kv=64, slots=2)
+    time, heads = 6 * 64 * warpgroups, 1
+    q, k, v, *_ = arguments(time, heads, 1, 64)
+    ids = lengths(70, 20, time - 154, 64, time=time)
+    run = functools.partial(attention, q_segment_ids=ids, kv_segment_ids=ids)
+    with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
+        op = functools.partial(run, implementation="mosaic", config=config)
+        got = np.asarray(jax.jit(op)(q, k, v))
+    want = jax.jit(functools.partial(run, implementation="reference"))(
+        *exact((q, k, v))
+    )
+    assert_close(in_tiles(got), in_tiles(want), rel=LIMITS["o"], block_axes=(0, 1, 3))
 
 
 def test_large_heads_see_other_rows_in_both_directions(config):
@@ -152,7 +174,8 @@ def test_kernels_lower_for_the_card(dim, options):
         config = tune.first_guess(dim)
         return results(args, "mosaic", sinks=sinks, ids=ids, config=config, **options)
 
-    with hw.assume():
+    # Fewer SMs than items: a block of a persistent kernel goes through several.
+    with hw.assume(dataclasses.replace(hw.H200, sms=3)):
         traced = jax.jit(run).trace((q, k, k, q, d_lse), sinks, ids)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("fwd", "dq", "dkv"):
@@ -273,7 +296,7 @@ def test_launch_parameters_do_not_matter_on_the_card(monkeypatch, dim, change):
     if change.get("persistent") and dim == 256:
         change = change | {"slots": 3}
     config = dataclasses.replace(tune.first_guess(dim), **change)
-    args = arguments(1500, 8, 2, dim)
+    args = arguments(1500, 32, 4, dim)  # more items than SMs
     ids = lengths(700, 3, 500, 290, time=1500)
     monkeypatch.setattr(config_mosaic, "pick", lambda **_: config)
     assert_equal_to_reference(args, results(args, "mosaic", ids=ids), ids=ids)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -179,25 +180,71 @@ def test_the_scores_are_recomputed_where_they_take_too_much():
     assert "pk_attention_dq_stored" not in kernels(one - 1)
 
 
-def test_scores_of_documents_are_stored_where_theirs_fit():
-    """Room for 8 pairs, where a row can have 12: one has 5, one has 9."""
-    time, heads = 300, 1
-    config = stored(64, scores_bytes=8 * 16384)
-    plan, bounds = sizes(64, config, time=time, heads=heads, kv_heads=1)
-    assert bounds.most_pairs == 12
+def test_scores_of_documents_are_stored_where_theirs_fit(monkeypatch):
+    """Room for 5 pairs, where a row can have 6: one has 4, one has 6.
+
+    What stores gives twice the gradients here, so that it shows where it ran.
+    """
+    time, heads, batch = 200, 1, 2
+    config = stored(64, scores_bytes=5 * 16384)
+    plan, bounds = sizes(64, config, batch=batch, time=time, heads=heads, kv_heads=1)
+    assert bounds.most_pairs == 6
     assert kernel_bwd_stored.parts_of(plan, bounds) is None
     assert kernel_bwd_stored.parts_for_documents(plan, bounds) is None
-    args = arguments(time, heads, 1, 64)
-    many, one = lengths(64, 64, 64, 64, 44, time=time), lengths(300, time=time)
-    run = functools.partial(interpreted_results, args, config=config)
-    for ids, pairs in ((many, 5), (one, 9)):
+    gradients = kernel_bwd_stored.gradients
+
+    def twice(*args):
+        return jax.tree.map(lambda x: 2 * x, gradients(*args))
+
+    monkeypatch.setattr(kernel_bwd_stored, "gradients", twice)
+    args = arguments(time, heads, 1, 64, batch=batch)
+    many, one = lengths(64, 64, 64, 8, time=time), lengths(200, time=time)
+    for rows, pairs, factor in (((many, many), 4, 2), ((many, one), 6, 1)):
+        ids = np.concatenate(rows)
         blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
         bounds = tile_bounds(
-            batch=1, time=time, q_segment_ids=ids, kv_segment_ids=ids, **blocks
+            batch=batch, time=time, q_segment_ids=ids, kv_segment_ids=ids, **blocks
         )
         assert bounds.pairs == pairs
-        assert kernel_bwd_stored.parts_for_documents(plan, bounds).pairs == 8
-        assert_equal_to_reference(args, run(ids=ids), ids=ids)
+        assert kernel_bwd_stored.parts_for_documents(plan, bounds).pairs == 5
+        o, lse, *grads = interpreted_results(args, config=config, ids=ids)
+        grads = (x / factor for x in grads)
+        assert_equal_to_reference(args, [o, lse, *grads], ids=ids)
+
+
+def test_documents_may_need_fewer_parts_than_their_row():
+    """Two heads of 12 pairs each are two parts of 12, or one if they have 6 or less."""
+    config = stored(64, scores_bytes=12 * 16384)
+    plan, _ = sizes(64, config, kv_heads=2, heads=2)
+    q = jax.ShapeDtypeStruct((1, 300, 2, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 300), jnp.int32)
+
+    def grads(q, ids, whole):
+        ids = None if whole else ids
+        run = functools.partial(
+            attention, q_segment_ids=ids, kv_segment_ids=ids, config=config
+        )
+        o, pull = jax.vjp(functools.partial(run, implementation="mosaic"), q, q, q)
+        return pull(o)
+
+    def text(whole):
+        with hw.assume():
+            return str(jax.make_jaxpr(grads, static_argnums=2)(q, ids, whole))
+
+    bounds = jax.eval_shape(
+        lambda ids: tile_bounds(
+            batch=1, time=300, q_segment_ids=ids, kv_segment_ids=ids
+        ),
+        ids,
+    )
+    parts = kernel_bwd_stored.parts_of(plan, bounds)
+    fewer = kernel_bwd_stored.parts_for_documents(plan, bounds)
+    assert (parts.kv_heads, parts.pairs, parts.count(plan)) == (1, 12, 2)
+    assert (fewer.kv_heads, fewer.pairs, fewer.count(plan)) == (2, 6, 1)
+    of_documents, of_one = text(False), text(True)
+    name = "pk_attention_dkv_stored"
+    assert of_documents.count(name) == 2 * of_one.count(name)  # either way they store
+    assert not re.search(r"pk_attention_dkv\b", of_documents)
 
 
 def test_tuning_takes_a_whole_backward_as_it_was_measured():
