@@ -61,6 +61,12 @@ def iota(pieces: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (pieces,), 0, layout=index_layout())
 
 
+def everywhere(number: Any) -> jax.Array:
+    """One i32 for every thread of a warpgroup."""
+    number = jnp.full((WARPGROUP,), number, jnp.int32)
+    return plgpu.layout_cast(number, index_layout())
+
+
 def spread(numbers: jax.Array, width: int) -> jax.Array:
     """[n] to [n, width]: repeats each piece's number over its values."""
     wide = lax.broadcast_in_dim(numbers, (*numbers.shape, width), (0,))

@@ -67,19 +67,13 @@ class Plan:
         return tuple(n // c for n, c in zip(self.widths, self.strips, strict=True))
 
 
-def _everywhere(value: Any) -> jax.Array:
-    """One index for every thread."""
-    value = jnp.full((WARPGROUP,), value, jnp.int32)
-    return plgpu.layout_cast(value, indexed.index_layout())
-
-
 def _vector(plan: Plan, refs: dict[str, Any], at: jax.Array, where: Any) -> Any:
     """Of each row of x the values at `at`, without and with the norm's scale."""
 
     def read(ref, *index):
         return indexed.take(ref, (*index, at), where=where).astype(jnp.float32)
 
-    plain = [read(refs["x"], _everywhere(m)) for m in range(plan.rows)]
+    plain = [read(refs["x"], indexed.everywhere(m)) for m in range(plan.rows)]
     if plan.eps is None:
         return plain, plain
     scale = read(refs["scale"])
@@ -166,7 +160,7 @@ def _result(
     warp = thread // indexed.WARP + wg * WARPS
     for place, part in enumerate(parts):
         part = indexed.across_lanes(part, lanes)
-        index = (_everywhere(place), warp, lane)
+        index = (indexed.everywhere(place), warp, lane)
         indexed.put(shared, index, part, thread % indexed.WARP < lanes)
     plgpu.commit_smem()
     # Memory would be idle from here to the loads of the next launch.
@@ -194,7 +188,7 @@ def _write(
         parts = [
             indexed.take(
                 shared,
-                (_everywhere(place), _everywhere(warp), lane),
+                (indexed.everywhere(place), indexed.everywhere(warp), lane),
                 PIECE,
                 cached=False,
             )
@@ -211,7 +205,7 @@ def _write(
         y = products[0]
         if plan.gated:
             y = y / (1.0 + jnp.exp(-y)) * products[1]
-        index = (_everywhere(m), column)
+        index = (indexed.everywhere(m), column)
         if plan.adds:
             kept = indexed.take(refs["residual"], index, PIECE, where=where)
             y = y + kept.astype(jnp.float32)

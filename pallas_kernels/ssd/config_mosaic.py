@@ -66,10 +66,11 @@ class Shapes:
       dtype: of x, b, c and y.
       segments: neighbouring rows that are one row of the caller's, cut in time.
       span: as for `Config`.
-      tight: whether a warpgroup computes beside its products what does not wait for
-        them, and the compiler puts no barrier before and after each write to memory.
-        No write needs one: `commit_smem` stands behind it, and a wait for the copy that
-        read the place before. The backward's kernels are faster so, the forward's not.
+      backward: whether these are kernels of the gradient. There a warpgroup computes
+        beside its products what does not wait for them, and the compiler puts no
+        barrier before and after each write to memory. No write needs one: `commit_smem`
+        stands behind it, and a wait for the copy that read the place before. The
+        forward's kernels are no faster so.
     """
 
     batch: int
@@ -79,7 +80,7 @@ class Shapes:
     dtype: Any
     segments: int = 1
     span: int = SPAN
-    tight: bool = False
+    backward: bool = False
 
     @property
     def chunks(self) -> int:

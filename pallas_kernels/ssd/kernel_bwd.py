@@ -164,7 +164,7 @@ def chunk_bwd(
                 "states": operand(*STATE_SHAPE),
             },
         },
-        auto_barriers=not shapes.tight,
+        auto_barriers=not shapes.backward,
     )
     between: dict[str, Any] = {"d_states": d_states}
     between["states"] = found[0] if again else states

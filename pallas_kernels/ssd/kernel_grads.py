@@ -515,5 +515,5 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
         threads=len(REGISTERS),
         registers=REGISTERS,
         scratch=scratch,
-        auto_barriers=not shapes.tight,
+        auto_barriers=not shapes.backward,
     )

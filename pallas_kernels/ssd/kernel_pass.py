@@ -59,7 +59,7 @@ from pallas_kernels.ssd.config_mosaic import (
 
 def beside(shapes: Shapes, work: Callable[[], Any], *pairs: Any) -> tuple[Any, Any]:
     """A sum of products as `mma` makes it, and what `work` computes."""
-    if shapes.tight:
+    if shapes.backward:
         return tc.mma_beside(work, *pairs)
     return tc.mma(*pairs), work()
 
@@ -533,7 +533,6 @@ def chunk_fwd(
             "ring": ring_scratch(shapes, sources, stages, output=True),
             "staging": staging,
         },
-        auto_barriers=not shapes.tight,
     )
 
 
@@ -605,6 +604,6 @@ def segment_ends(
             jax.ShapeDtypeStruct((count, CHUNK), jnp.float32),
         ),
         scratch={"ring": ring_scratch(shapes, sources, 4, output=False)},
-        auto_barriers=not shapes.tight,
+        auto_barriers=not shapes.backward,
     )
     return tuple(x.reshape(parts, units, *x.shape[1:]) for x in (ends, through))

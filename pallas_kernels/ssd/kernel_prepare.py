@@ -158,5 +158,5 @@ def prepare(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_ssd_prepare",
-        compiler_params=tc.params(auto_barriers=not shapes.tight),
+        compiler_params=tc.params(),
     )(g, step, start)

@@ -115,6 +115,6 @@ def step_gradients(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="pk_ssd_steps",
-        compiler_params=tc.params(auto_barriers=not shapes.tight),
+        compiler_params=tc.params(auto_barriers=not shapes.backward),
     )(*(grads[name] for name in (*SUMMED, "dstep")), gates)
     return dstep, dg

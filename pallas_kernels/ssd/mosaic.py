@@ -77,7 +77,7 @@ def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, st
 def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
     del config
     x, g, b, c, d, gates, starts, states = saved
-    shapes = dataclasses.replace(shapes, tight=True)
+    shapes = dataclasses.replace(shapes, backward=True)
     dy, d_last = cotangents
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "dy": _flat(dy)}
     sources["gates"] = gates

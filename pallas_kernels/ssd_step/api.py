@@ -18,7 +18,7 @@ from pallas_kernels.ssd_step.layer import Layer
 
 
 STATE_DTYPES = ("float32", "bfloat16")
-_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernel yet"}
+_ONLY_NAMED = {"mosaic": "no measured row speaks for the kernel as it is now"}
 
 
 def choose(

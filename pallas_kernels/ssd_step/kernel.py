@@ -109,12 +109,6 @@ B, C, X = 0, 1, 2  # places of b, c and x among an item's vectors
 DECAY, STEP, SKIP = 0, 1, 2  # of what there is for each head
 
 
-def _in_every_thread(index: Any) -> jax.Array:
-    """One index for a warpgroup."""
-    index = jnp.full((VECTOR,), index, jnp.int32)
-    return plgpu.layout_cast(index, indexed.index_layout())
-
-
 def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, group):
     """Convolves an item's channels, shifts its window, makes steps and decays.
 
@@ -143,7 +137,7 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
     # A head in each thread, as far as there are any.
     member = indexed.iota(VECTOR)
     is_head, head = member < plan.group, member + group * plan.group
-    where = (_in_every_thread(row), head)
+    where = (indexed.everywhere(row), head)
     dt = indexed.take(refs["dt"], where, where=is_head)
     dt_bias, A_log, skip = (
         indexed.take(refs[name], (head,), where=is_head)
@@ -171,7 +165,7 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
     step = jnp.minimum(step, high) if high < math.inf else step
     decay = jnp.exp(-jnp.exp(A_log) * step)
     for i, value in ((DECAY, decay), (STEP, step), (SKIP, skip)):
-        place = (_in_every_thread(at), _in_every_thread(i), member)
+        place = (indexed.everywhere(at), indexed.everywhere(i), member)
         indexed.put(shared["heads"], place, indexed.spread(value, 1), is_head)
     for j, (z, scale) in enumerate(gates):
         z = z.astype(jnp.float32)
