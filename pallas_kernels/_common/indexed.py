@@ -178,15 +178,17 @@ def stretch(thread: Any, size: int, warps: int) -> tuple[Any, Any]:
     """Shares out an array among the first lanes of warps.
 
     Args:
-      thread: which one, of `warps` of them.
-      size: bytes of the array.
+      thread: which one, of 32 `warps`.
+      size: bytes of the array; of more than `32 warps` stretches the rest is nobody's.
       warps: that share it.
 
     Returns:
-      First byte of the thread's stretch, and its bytes; for none, 0 or less.
+      Which stretch of 4096 bytes the thread has, and its bytes, 0 for none.
     """
-    begin = (thread % WARP * warps + thread // WARP) * STRETCH
-    return begin, jnp.minimum(size - begin, STRETCH)
+    index = thread % WARP * warps + thread // WARP
+    whole, rest = divmod(size, STRETCH)
+    count = jnp.where(index < whole, STRETCH, jnp.where(index == whole, rest, 0))
+    return index, count
 
 
 def prefetch(ref: Any, part: Any, parts: int) -> None:
@@ -197,8 +199,8 @@ def prefetch(ref: Any, part: Any, parts: int) -> None:
 
     Args:
       ref: contiguous, of a multiple of 16 bytes.
-      part: i32, which of `parts` equal parts.
-      parts: how many there are.
+      part: i32, the warpgroup's share, of `parts`; see `stretch`.
+      parts: warpgroups that share it, fewer than 2^24.
     """
     if interpret.is_interpreting():
         return
@@ -216,7 +218,8 @@ def prefetch(ref: Any, part: Any, parts: int) -> None:
             none = arith.constant(left.type, 0)
             branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sgt, left, none))
             with ir.InsertionPoint(branch.then_block):
-                offset = arith.extsi(i64, begin)
+                stretches = arith.constant(i64, STRETCH)
+                offset = arith.muli(arith.extsi(i64, begin), stretches)
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
                     [mgpu.utils.getelementptr(start, [offset], i8), left],

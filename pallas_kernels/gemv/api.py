@@ -170,7 +170,7 @@ def gemv(
         It must be an array as a whole: a slice of one is copied first. More than L2
         holds drives itself out.
       out_dtype: of the results, x.dtype by default; one, or one for each result.
-      config: how the kernel divides the weights, `None` for its own choice.
+      config: how "mosaic" divides the weights, `None` for its own choice.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
 
     Returns:

@@ -115,8 +115,8 @@ def pick(
     """The measured division where there is one, else the heuristic's."""
     sizes = {"depth": depth, "widths": widths, "rows": rows, "gated": gated}
     if (found := tuning.lookup("gemv", table_key(**sizes))) is not None:
-        fields = (field.name for field in dataclasses.fields(Config))
-        return Config(**{name: found[name] for name in fields if name in found})
+        fields = {f.name: found[f.name] for f in dataclasses.fields(Config)[:3]}
+        return Config(**fields, paired=found.get("paired", False))
     return heuristic(**sizes, sms=sms)
 
 

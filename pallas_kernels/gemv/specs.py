@@ -274,7 +274,8 @@ def paired(x: Any, weights: Any, **options: Any) -> Any:
 
     named = functools.partial(api.choose, implementation="mosaic")
     sizes = {k: v for k, v in options.items() if k != "prefetch"}
-    config = dataclasses.replace(named(x, weights, **sizes).config, paired=True)
+    config = named(x, weights, **sizes).config
+    config = dataclasses.replace(config, paired=True, burst=max(2, config.burst))
     return api.gemv(x, weights, config=config, implementation="mosaic", **options)
 
 

@@ -391,3 +391,22 @@ def test_the_published_configuration_is_what_it_says():
     assert config.require == ("pk_gated_delta_step",)
     with pytest.raises(ConfigError, match="nothing uses it"):
         load_config("DecodeBenchConfig", [path], ["TrainConfig.num_steps = 1"])
+
+
+def test_the_experiments_kernels_take_its_sizes():
+    """On the card; what a step needs is asked with as many slots as it will have."""
+    config = load_config(
+        "DecodeBenchConfig", [str(ROOT / "experiments/gdn/decode.gin")]
+    )
+    config = dataclasses.replace(config, batches=(1,))
+    with hw.assume():
+        found = decode_programs.refusals(config)
+        assert "fused_kernel" not in found
+        short = dataclasses.replace(
+            config, prompt_length=1, new_tokens=1, tokens_per_call=1, check_tokens=1
+        )
+        short = dataclasses.replace(short, op_by_op_tokens=1)
+        assert (
+            "the kernel has at least 64"
+            in decode_programs.refusals(short)["fused_kernel"]
+        )

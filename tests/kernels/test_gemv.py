@@ -66,7 +66,8 @@ def test_every_form_is_the_reference(name):
         Config(columns=8, burst=1),
         Config(columns=16, burst=3, warpgroups=4),
         Config(columns=64, burst=2, warpgroups=2),
-        Config(columns=16, burst=4, paired=True),
+        Config(columns=16, burst=5, warpgroups=2, paired=True),
+        Config(columns=64, burst=2, paired=True),
     ],
     ids=str,
 )
@@ -104,11 +105,18 @@ def test_what_is_fetched_ahead_changes_no_result(implementation):
     ("size", "warps"), [(16, 4), (5 * 4096 + 32, 4), (9 << 20, 88)]
 )
 def test_each_byte_is_one_threads(size, warps):
-    begin, left = indexed.stretch(np.arange(32 * warps), size, warps)
+    index, left = indexed.stretch(np.arange(32 * warps), size, warps)
     asked = np.zeros(size, int)
-    for first, count in zip(begin, left, strict=True):
-        asked[first : first + max(count, 0)] += 1
+    for first, count in zip(np.asarray(index) * indexed.STRETCH, left, strict=True):
+        asked[first : first + count] += 1
     assert (asked == 1).all()
+
+
+def test_a_large_array_is_shared_out_by_many_warps():
+    """More bytes than an i32 has, and warps whose lanes would be asked beyond it."""
+    index, left = indexed.stretch(np.arange(32 * 20_000), 5 << 30, 20_000)
+    assert int(np.asarray(left, np.int64).sum()) == min(5 << 30, 32 * 20_000 * 4096)
+    assert (np.asarray(index) >= 0).all()
 
 
 def test_the_kernel_asks_for_what_is_fetched_ahead():
