@@ -86,15 +86,15 @@ def verify(
     def layer(block: Any, x: jax.Array, part: Any):
         pending = None
         if block.mixer is not None:
-            if few_rows.adds_itself(block.mixer, x, part):
+            if few_rows.adds_itself(block.mixer, x, decodes=True):
                 x, pending = block.mixer.verify(x, meta, part, length, block.mixer_norm)
             else:
                 h = block.mixer_norm(x)
                 mixed, pending = block.mixer.verify(h, meta, part, length)
                 x = x + mixed
         if isinstance(block.mlp, MoE):
-            x = x + block.mlp(block.mlp_norm(x), meta)[0]
-        elif few_rows.adds_itself(block.mlp, x, cache):
+            x = x + block.mlp(block.mlp_norm(x), meta, decodes=True)[0]
+        elif few_rows.adds_itself(block.mlp, x, decodes=True):
             x = block.mlp.added(x, block.mlp_norm)
         elif block.mlp is not None:
             x = x + block.mlp(block.mlp_norm(x))

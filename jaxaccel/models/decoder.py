@@ -99,9 +99,10 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None, RouterAux | None]:
         """Applies the layer to [B, T, D]; see the mixers for `cache` and `length`."""
         aux = None
+        decodes = length is not None  # a layer without a mixer has no cache
         if self.mixer is not None:
             with jax.named_scope("mixer"):
-                if few_rows.adds_itself(self.mixer, x, cache):
+                if few_rows.adds_itself(self.mixer, x, decodes=decodes):
                     x, cache = self.mixer.added(x, self.mixer_norm, meta, cache, length)
                 else:
                     mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
@@ -109,9 +110,9 @@ class Block(nnx.Module):
         if self.mlp is not None:
             with jax.named_scope("mlp"):
                 if isinstance(self.mlp, MoE):
-                    y, aux = self.mlp(self.mlp_norm(x), meta)
+                    y, aux = self.mlp(self.mlp_norm(x), meta, decodes=decodes)
                     x = x + y
-                elif few_rows.adds_itself(self.mlp, x, cache):
+                elif few_rows.adds_itself(self.mlp, x, decodes=decodes):
                     x = self.mlp.added(x, self.mlp_norm)
                 else:
                     x = x + self.mlp(self.mlp_norm(x))

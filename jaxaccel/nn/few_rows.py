@@ -36,14 +36,14 @@ def applies(products: Any, x: jax.Array) -> bool:
     return products is not None and math.prod(x.shape[:-1]) <= MAX_ROWS
 
 
-def adds_itself(part: Any, x: jax.Array, cache: Any) -> bool:
+def adds_itself(part: Any, x: jax.Array, *, decodes: bool) -> bool:
     """Whether a mixer or feed-forward part takes the stream x [B, T, D] as it is.
 
     Such a part has `products`, of `named`, and a method `added`, which gets the norm in
-    front of it and gives the stream after it. Without a cache it may be trained, and
-    `gemv` has no gradient.
+    front of it and gives the stream after it. A call that does not decode may be
+    differentiated, and `gemv` has no gradient.
     """
-    return cache is not None and hasattr(part, "added") and applies(part.products, x)
+    return decodes and hasattr(part, "added") and applies(part.products, x)
 
 
 def project(

@@ -106,11 +106,21 @@ class MLP(nnx.Module):
 
     def added(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """x [..., D] + self(norm(x)) in two launches, see `few_rows.adds_itself`."""
+        return self._of_few(x, norm=norm, residual=x)
+
+    def of_few(self, x: jax.Array) -> jax.Array:
+        """self(x) where `few_rows.applies`, without a gradient."""
+        return self._of_few(x, norm=None, residual=None)
+
+    def _of_few(
+        self, x: jax.Array, *, norm: RMSNorm | None, residual: jax.Array | None
+    ) -> jax.Array:
         is_gated = self.activation == "swiglu"
         maps = (self.gate_proj, self.up_proj) if is_gated else (self.up_proj,)
         project = functools.partial(few_rows.project, self.products)
         (h,) = project(x, maps, norm=norm, swiglu=is_gated)
-        (y,) = project(h if is_gated else relu2(h), (self.down_proj,), residual=x)
+        h = h if is_gated else relu2(h)
+        (y,) = project(h, (self.down_proj,), residual=residual)
         return y
 
 

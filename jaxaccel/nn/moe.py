@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxaccel.core.sharding import BATCH_AXES
 from jaxaccel.data.batch import PackingMetadata
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.expert_parallel import (
     ExpertSharding,
     say_indivisible,
@@ -20,6 +24,7 @@ from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.mlp import MLP
 from jaxaccel.nn.router import MoEConfig, Router, RouterAux, Routing, router_aux
+from pallas_kernels.gemv import expert_gemv
 from pallas_kernels.sort_dispatch import sort_dispatch
 
 
@@ -120,12 +125,14 @@ class MoE(nnx.Module):
                 config.shared_d_ff,
                 config.activation,
                 out_gain=out_gain,
+                implementation=implementation,
                 **kind,
             )
         if config.shared_gate:
             self.shared_gate = Linear(d_model, 1, **kind)
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.products = few_rows.named(implementation)
         self.ops = ExpertOps(
             activation=config.activation,
             dtype=self.dtype,
@@ -135,13 +142,15 @@ class MoE(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, meta: PackingMetadata
+        self, x: jax.Array, meta: PackingMetadata, *, decodes: bool = False
     ) -> tuple[jax.Array, RouterAux]:
         """Applies the mixture.
 
         Args:
           x: [B, T, D].
           meta: padding is sent to no expert.
+          decodes: whether nobody asks for a gradient; then few tokens read their
+            experts' matrices without a sort, where the implementation names "gemv".
 
         Returns:
           [B, T, D] in the compute dtype, and the router's report.
@@ -150,13 +159,21 @@ class MoE(nnx.Module):
         is_real = meta.is_real if meta.ids_are_given else None
         routing = self.router(x, is_real)
         h = x.astype(self.dtype)
+        few = decodes and few_rows.applies(self.products, x)
+
+        def mapped(linear, x):
+            return (
+                few_rows.project(self.products, x, (linear,))[0] if few else linear(x)
+            )
+
         if config.d_latent:
-            h = checkpoint_name(self.latent_in(h), "moe_latent")  # [B, T, L]
-        y, counts, overflow = self._routed(h, routing)
+            h = checkpoint_name(mapped(self.latent_in, h), "moe_latent")  # [B, T, L]
+        routed = self._routed_few if few and self._is_plain else self._routed
+        y, counts, overflow = routed(h, routing)
         if config.d_latent:
-            y = self.latent_out(y)  # [B, T, D]
+            y = mapped(self.latent_out, y)  # [B, T, D]
         if config.shared_d_ff:
-            shared = self.shared(x)
+            shared = self.shared.of_few(x) if few else self.shared(x)
             if config.shared_gate:
                 gate = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
                 shared = (shared.astype(jnp.float32) * gate).astype(self.dtype)
@@ -166,6 +183,30 @@ class MoE(nnx.Module):
             routing, counts, config, is_real, load_before=load, overflow=overflow
         )
         return y, aux
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether experts are products and an activation, beside the tokens."""
+        config = self.config
+        special = config.use_bias or config.swiglu_limit is not None
+        return not special and _expert_sharding(config) is None
+
+    def _routed_few(
+        self, h: jax.Array, routing: Routing
+    ) -> tuple[jax.Array, jax.Array, None]:
+        """As `_routed`, of a handful of tokens: each visit reads its expert."""
+        config = self.config
+        ids = routing.expert_ids.reshape(-1, config.top_k)
+        weights = routing.weights.reshape(ids.shape).astype(jnp.float32)
+        w_in, w_out = (w[...].astype(self.dtype) for w in (self.w_in, self.w_out))
+        run = functools.partial(expert_gemv, implementation=self.products)
+        activation: Any = config.activation
+        tokens = h.reshape(-1, h.shape[-1])
+        hidden = run(tokens, w_in, ids.reshape(-1, 1), activation=activation)
+        y = run(hidden, w_out, ids, weights=weights)
+        counts = jnp.zeros((config.num_experts,), jnp.int32)
+        counts = counts.at[ids.reshape(-1)].add(1, mode="drop")
+        return y.reshape(h.shape), counts, None
 
     def _routed(
         self, h: jax.Array, routing: Routing

@@ -130,8 +130,8 @@ def test_which_products_are_few():
     assert few_rows.named("mosaic") is None
     assert few_rows.named((("gemv", "mosaic"),)) == "mosaic"
     mlp = MLP(8, 8, implementation=(("gemv", "xla"),), rngs=nnx.Rngs(0))
-    assert few_rows.adds_itself(mlp, x, cache=x)
-    assert not few_rows.adds_itself(mlp, x, cache=None)  # it may be trained
+    assert few_rows.adds_itself(mlp, x, decodes=True)
+    assert not few_rows.adds_itself(mlp, x, decodes=False)  # it may be trained
     config = dataclasses.replace(CONFIG.attention, use_bias=True)
     with pytest.raises(NotImplementedError, match=r"'xla' for gemv, .* use_bias=True"):
         Attention(config, 16, implementation=(("gemv", "xla"),), rngs=nnx.Rngs(0))

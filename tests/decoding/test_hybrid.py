@@ -13,6 +13,7 @@ from jaxaccel.decoding.sampling import SamplingConfig
 from jaxaccel.decoding.speculative import generate_speculative
 from jaxaccel.models.nemotron_h import NemotronHConfig
 from jaxaccel.nn.engram_config import EngramConfig
+from pallas_kernels._common.dispatch import recorded_choices
 
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -28,9 +29,19 @@ CONFIG = dataclasses.replace(
 
 
 @pytest.fixture(scope="module")
-def model(random_model):
+def models(random_model):
+    """The same weights without a setting and with products of few rows."""
     assert [run.repeats for run in CONFIG.runs] == [2, 1]
-    model = random_model(CONFIG, 1)
+    named = dataclasses.replace(CONFIG, implementation={"gemv": "xla"})
+    return tuple(remembering(random_model(config, 1)) for config in (CONFIG, named))
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models[0]
+
+
+def remembering(model):
     # As large as the embeddings: whoever remembers another text says another.
     for layer in model.memory.layers:
         layer.table.rows[...] *= 64.0
@@ -65,3 +76,15 @@ def test_steps_and_drafts_give_the_tokens_of_whole_forwards(model, plain):
     assert drafted.tokens == plain
     # The states were rolled back to where rows differ.
     assert len(set(drafted.acceptance.histogram)) > 1
+
+
+def test_one_row_reads_its_experts_without_a_sort(models, plain):
+    options = {"max_new_tokens": NEW, "sampling": GREEDY, "vocab_limit": 3}
+    drafts = {**options, "num_drafts": DRAFTS}
+    with recorded_choices() as of_steps:
+        assert generate(models[1], PROMPTS[2:], **options) == plain[2:]
+    with recorded_choices() as of_drafts:
+        drafted = generate_speculative(models[1], PROMPTS[2:], **drafts)
+    assert drafted.tokens == plain[2:]
+    for choices in (of_steps, of_drafts):
+        assert {"expert_gemv", "gemv"} <= {choice.op for choice in choices}

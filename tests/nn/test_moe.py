@@ -174,6 +174,33 @@ def test_router_stays_f32_under_bf16(build):
     assert routing.weights.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_few_tokens_read_their_experts_without_a_sort(build, name):
+    """Three tokens, one of them padding, where products are named; others sort."""
+    config = CONFIGS[name]
+    named = {"implementation": (("gemv", "xla"),)}
+    layer = build(lambda rngs: MoE(config, 8, **named, rngs=rngs))
+    x = jax.random.normal(jax.random.key(1), (1, 3, 8))
+    meta = packing_metadata((1, 3), segment_ids=jnp.array([[1, 1, 0]]))
+
+    def run(decodes):
+        with recorded_choices() as choices:
+            y, aux = nnx.jit(lambda m: m(x, meta, decodes=decodes))(layer)
+        return y, aux.counts, [choice.op for choice in choices]
+
+    (want, counts, plain), (got, few_counts, few) = run(False), run(True)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_array_equal(few_counts, counts)
+    maps = 2 * bool(config.d_latent) + 2
+    assert sorted(few) == [
+        *["expert_gemv"] * 2,
+        *["gemv"] * maps,
+        "sort_dispatch",  # the choice of the experts
+    ]
+    assert "expert_gemv" not in plain
+    assert "gemv" not in plain
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_dense_mlp_matches_the_formula(build, activation):
     layer = build(lambda rngs: MLP(4, 6, activation, rngs=rngs))
