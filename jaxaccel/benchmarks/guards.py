@@ -33,6 +33,19 @@ def implementations_used(choices: Iterable[Choice]) -> dict[str, str]:
     return {op: ", ".join(names) for op, names in sorted(found.items())}
 
 
+def named_ops(implementation: str, ops: Iterable[str]) -> dict[str, str]:
+    """The setting of a model whose `ops` run what is named.
+
+    Without "expert_gemv" but for its kernel: its other forms copy every matrix that is
+    visited, and XLA's best is the sorted product.
+    """
+    return {
+        op: implementation
+        for op in ops
+        if op != "expert_gemv" or implementation == "mosaic"
+    }
+
+
 def kernels_in(text: str) -> set[str]:
     """Names of the Mosaic GPU kernels in the text of a lowered or compiled program."""
     found: set[str] = set()

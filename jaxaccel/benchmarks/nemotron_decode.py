@@ -16,6 +16,7 @@ from jaxaccel.benchmarks.guards import (
     KernelMissing,
     implementations_used,
     kernels_in,
+    named_ops,
     require_kernels,
 )
 from jaxaccel.cache.decoder import DecoderCache
@@ -26,12 +27,19 @@ from jaxaccel.models.nemotron_h import NemotronHConfig
 from pallas_kernels._common import timing
 from pallas_kernels._common.bench import Ceilings, digits
 from pallas_kernels._common.dispatch import recorded_choices
+from pallas_kernels.gemv import MAX_ROWS
 
 
-OPS = ("decode_attention", "gemv", "grouped_matmul", "sort_dispatch", "ssd_step")
+OPS = (
+    *("decode_attention", "expert_gemv", "gemv", "grouped_matmul", "sort_dispatch"),
+    "ssd_step",
+)
 """Those that decoding may run by the implementation that is measured."""
-# Without these a program is another than the one that is measured.
-_KERNELS = {"grouped_matmul": "pk_grouped_matmul_fwd", "ssd_step": "pk_ssd_step"}
+_KERNELS = {
+    "expert_gemv": "pk_expert_gemv",
+    "grouped_matmul": "pk_grouped_matmul_fwd",
+    "ssd_step": "pk_ssd_step",
+}
 # A near tie may fall either way in bfloat16; a token of no meaning is about four
 # deviations of the logits below the best one.
 _TOLERANCE = 0.5
@@ -133,8 +141,20 @@ def with_ops(
     config: NemotronHConfig, implementation: str, ops: Sequence[str] = OPS
 ) -> LayeredDecoder:
     """The decoder whose `ops` run what is named, the others what they choose."""
-    named = dict.fromkeys(ops, implementation)
+    named = named_ops(implementation, ops)
     return LayeredDecoder(dataclasses.replace(config, implementation=named).decoder())
+
+
+def required_kernels(ops: Sequence[str], batch: int) -> list[str]:
+    """Kernels without which a step is another than the one that is measured.
+
+    Args:
+      ops: out of `OPS`, those that run "mosaic".
+      batch: rows; few of them visit their experts without a sort.
+    """
+    visits = "expert_gemv" in ops and batch <= MAX_ROWS
+    unused = "grouped_matmul" if visits else "expert_gemv"
+    return [kernel for op, kernel in _KERNELS.items() if op in ops and op != unused]
 
 
 def prefill(
@@ -223,14 +243,12 @@ def measure(
       where the tokens are wrong, with the reason in `note`.
     """
     model = with_ops(config, implementation, ops)
-    required = [kernel for op, kernel in _KERNELS.items() if op in ops]
-    if implementation != "mosaic":
-        required = []
     start = time.perf_counter()
     parameters = jax.block_until_ready(model.init(jax.random.key(0)))
     seconds = time.perf_counter() - start
     for batch in batches:
         models = model, with_ops(config, "xla")
+        required = required_kernels(ops, batch) if implementation == "mosaic" else []
         row = _row(*models, parameters, batch, sizes, limits, required)
         yield {
             "op": "nemotron_decode",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxaccel.benchmarks.guards import named_ops
 from jaxaccel.benchmarks.moe import Measured
 from jaxaccel.benchmarks.nemotron_decode import compiler_options
 from jaxaccel.cache.dense import KVCache
@@ -28,8 +29,8 @@ KINDS = ("mamba", "attention", "moe")
 # Ops of the layers that have both implementations; norms choose for themselves, so that
 # routers read the same numbers.
 OPS = (
-    *("attention", "causal_conv1d", "decode_attention", "gemv", "grouped_matmul"),
-    *("sort_dispatch", "ssd", "ssd_step"),
+    *("attention", "causal_conv1d", "decode_attention", "expert_gemv", "gemv"),
+    *("grouped_matmul", "sort_dispatch", "ssd", "ssd_step"),
 )
 # Of what a layer adds and of caches: the widest of the ops' own tests. On the way to a
 # gradient a layer rounds several times beside its op.
@@ -86,7 +87,7 @@ class Layer:
     def _make(self, key: Any, implementation: str | None = None) -> Block:
         config = self.config
         if implementation is not None:
-            named = dict.fromkeys(OPS, implementation)
+            named = named_ops(implementation, OPS)
             config = dataclasses.replace(config, implementation=named)
         return Block(config, *config.layer_parts(self.kind), rngs=nnx.Rngs(key))
 

@@ -15,19 +15,19 @@ from jaxaccel.nn.norm import RMSNorm
 from pallas_kernels.gemv import MAX_ROWS, gemv
 
 
-def named(implementation: Implementations) -> Any:
-    """What `gemv` was named to run in a setting of `nn.implementation`, or `None`.
+def named(implementation: Implementations, op: str = "gemv") -> Any:
+    """What an op was named to run in a setting of `nn.implementation`, or `None`.
 
     One name for all ops is none for this one: it would take products of f32 away from
     those that are decoded with them.
     """
     if isinstance(implementation, str):
         return None
-    return implementation_of("gemv", implementation)
+    return implementation_of(op, implementation)
 
 
 def applies(products: Any, x: jax.Array) -> bool:
-    """Whether the products with x [..., D] are `gemv`'s.
+    """Whether the products with x [..., D] are those of few rows.
 
     Args:
       products: of `named`.

@@ -13,6 +13,7 @@ OPS = (
     "engram_gate",
     "engram_gather",
     "engram_hash",
+    "expert_gemv",
     "gated_delta_rule",
     "gated_delta_step",
     "gated_delta_verify",

@@ -133,6 +133,7 @@ class MoE(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.products = few_rows.named(implementation)
+        self.visits = few_rows.named(implementation, "expert_gemv")
         self.ops = ExpertOps(
             activation=config.activation,
             dtype=self.dtype,
@@ -149,8 +150,10 @@ class MoE(nnx.Module):
         Args:
           x: [B, T, D].
           meta: padding is sent to no expert.
-          decodes: whether nobody asks for a gradient; then few tokens read their
-            experts' matrices without a sort, where the implementation names "gemv".
+          decodes: whether nobody asks for a gradient. Then few tokens are multiplied
+            by latent and shared maps in `gemv` and by their experts in `expert_gemv`,
+            without a sort, where the implementation names these; experts with biases
+            or a limit stay sorted, those on several devices have neither.
 
         Returns:
           [B, T, D] in the compute dtype, and the router's report.
@@ -159,7 +162,9 @@ class MoE(nnx.Module):
         is_real = meta.is_real if meta.ids_are_given else None
         routing = self.router(x, is_real)
         h = x.astype(self.dtype)
+        decodes = decodes and _expert_sharding(config) is None
         few = decodes and few_rows.applies(self.products, x)
+        visits = decodes and self._is_plain and few_rows.applies(self.visits, x)
 
         def mapped(linear, x):
             return (
@@ -168,7 +173,7 @@ class MoE(nnx.Module):
 
         if config.d_latent:
             h = checkpoint_name(mapped(self.latent_in, h), "moe_latent")  # [B, T, L]
-        routed = self._routed_few if few and self._is_plain else self._routed
+        routed = self._routed_few if visits else self._routed
         y, counts, overflow = routed(h, routing)
         if config.d_latent:
             y = mapped(self.latent_out, y)  # [B, T, D]
@@ -186,10 +191,8 @@ class MoE(nnx.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether experts are products and an activation, beside the tokens."""
-        config = self.config
-        special = config.use_bias or config.swiglu_limit is not None
-        return not special and _expert_sharding(config) is None
+        """Whether experts are products and an activation."""
+        return not self.config.use_bias and self.config.swiglu_limit is None
 
     def _routed_few(
         self, h: jax.Array, routing: Routing
@@ -199,7 +202,7 @@ class MoE(nnx.Module):
         ids = routing.expert_ids.reshape(-1, config.top_k)
         weights = routing.weights.reshape(ids.shape).astype(jnp.float32)
         w_in, w_out = (w[...].astype(self.dtype) for w in (self.w_in, self.w_out))
-        run = functools.partial(expert_gemv, implementation=self.products)
+        run = functools.partial(expert_gemv, implementation=self.visits)
         activation: Any = config.activation
         tokens = h.reshape(-1, h.shape[-1])
         hidden = run(tokens, w_in, ids.reshape(-1, 1), activation=activation)

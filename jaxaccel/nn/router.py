@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jaxaccel.nn.mlp import check_activation
 from jaxaccel.nn.split_product import split_product
+from pallas_kernels.gemv import MAX_ROWS
 from pallas_kernels.sort_dispatch import chosen_scores, top_experts
 
 
@@ -315,6 +317,8 @@ def expert_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
 
 def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """f32[B, T, E], of f32 quality."""
+    if x.dtype == jnp.bfloat16 and math.prod(x.shape[:-1]) <= MAX_ROWS:
+        return _logits_of_few(x, kernel)
     if x.dtype == jnp.bfloat16:
         flat = split_product(x.reshape(-1, x.shape[-1]), kernel)
         return flat.reshape(*x.shape[:-1], -1)
@@ -325,6 +329,22 @@ def _logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
         kernel,
         precision=jax.lax.Precision.HIGHEST,
     )
+
+
+def _logits_of_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`_logits` of a handful of rows, which wait for the kernel to be read.
+
+    So it is read once, not written again in three parts, and by every core: XLA gives a
+    column's sum to one of them, unless it is many sums.
+    """
+    depth, num_experts = kernel.shape
+    pieces = math.gcd(depth, 64)
+    parts = (pieces, depth // pieces)
+    rows = x.astype(jnp.float32).reshape(-1, *parts, 1)
+    products = rows * kernel.reshape(1, *parts, num_experts)
+    # Without the barrier both sums become one again.
+    sums = jax.lax.optimization_barrier(jnp.sum(products, axis=2))  # [rows, pieces, E]
+    return jnp.sum(sums, axis=1).reshape(*x.shape[:-1], num_experts)
 
 
 def select_experts(

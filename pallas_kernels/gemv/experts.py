@@ -38,30 +38,35 @@ def expert_gemv(
     Args:
       x: [R, K], bfloat16 or float16 for the kernel.
       w: [E, K, N] of x's dtype; with "swiglu" [E, K, 2 N], gate then up.
-      ids: i32[S, J]; an expert outside E has weight 0.
+      ids: i32[S, J]; a visit to an expert outside E reads and adds nothing.
       weights: f32[S, J], 1 by default.
       activation: f, none by default; sums are float32 before it.
-      config: how "mosaic" divides the matrices, `None` for its own choice.
-      implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
+      config: how "mosaic" divides the matrices, `None` for its own choice; not
+        `paired`.
+      implementation: "mosaic", by name only until measured, "xla", "reference"; `None`
+        takes the best that can.
 
     Returns:
       [S, N] of x's dtype.
 
     Raises:
-      ValueError: a shape, dtype or activation is not allowed.
-      NotImplementedError: the named implementation cannot run this call.
+      ValueError: a shape, dtype, activation or config is not allowed.
+      NotImplementedError: the named implementation cannot run this call, or a gradient
+        is taken through "mosaic".
 
     Source: Basic Linear Algebra Subprograms, level 2 (Dongarra et al. 1988); mixtures
     of experts as in arXiv 1701.06538.
     """
     results, visits, repeats = _check(x, w, ids, weights, activation)
+    if config is not None and (config.paired or implementation in ("xla", "reference")):
+        raise ValueError(
+            f'config={config} with implementation={implementation!r}: only "mosaic" '
+            "has one, and paired=False is all it has"
+        )
     gated = activation == "swiglu"
     width = w.shape[2] // (2 if gated else 1)
     choice = _choose(x, w, results, width, gated, config, implementation)
-    is_expert = (ids >= 0) & (ids < w.shape[0])
     weights = jnp.ones(ids.shape, jnp.float32) if weights is None else weights
-    weights = jnp.where(is_expert, weights, 0.0)
-    ids = jnp.clip(ids, 0, w.shape[0] - 1)
     if choice.implementation != "mosaic":
         return _plain(x, w, ids, weights, activation, choice.implementation, repeats)
     # Imported on first use: Mosaic GPU takes a second that others need not pay.
@@ -70,6 +75,7 @@ def expert_gemv(
     plan = kernel_experts.Plan(
         results=results,
         visits=visits,
+        experts=w.shape[0],
         repeats=repeats,
         depth=x.shape[1],
         width=width,
@@ -88,10 +94,15 @@ def _check(x: Any, w: Any, ids: Any, weights: Any, activation: Any) -> tuple[int
             f"x is {x.dtype}{list(x.shape)} and w {w.dtype}{list(w.shape)}, expected "
             "[R, K] and [E, K, N] of one dtype"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size or not w.size:
+        raise ValueError(
+            f"x is {x.dtype}{list(x.shape)} and w {list(w.shape)}, expected numbers of "
+            "a floating dtype, and some"
+        )
     if (
         ids.ndim != 2
         or ids.dtype != jnp.int32
-        or not x.shape[0]
+        or not ids.size
         or (ids.size % x.shape[0])
     ):
         raise ValueError(
@@ -142,11 +153,19 @@ def _choose(
 def _plain(x, w, ids, weights, activation, implementation, repeats) -> jax.Array:
     """Every visit's matrix is copied: for tests and few experts."""
     rows = jnp.repeat(x, repeats, axis=0).reshape(*ids.shape, x.shape[1])
-    matrices = w[ids]  # [S, J, K, N]
+    is_expert = (ids >= 0) & (ids < w.shape[0])
+    matrices = w[jnp.where(is_expert, ids, 0)]  # [S, J, K, N]
+    precision = None
     if implementation == "reference":
         rows, matrices = rows.astype(jnp.float32), matrices.astype(jnp.float32)
-    y = jnp.einsum("sjk,sjkn->sjn", rows, matrices, preferred_element_type=jnp.float32)
-    y = jnp.sum(y * weights[..., None], axis=1)
+        precision = jax.lax.Precision.HIGHEST
+    y = jnp.einsum(
+        *("sjk,sjkn->sjn", rows, matrices),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    y = jnp.where(is_expert[..., None], y * weights[..., None], 0.0)
+    y = jnp.sum(y, axis=1)
     if activation == "relu2":
         y = jnp.square(jnp.maximum(y, 0.0))
     if activation == "swiglu":

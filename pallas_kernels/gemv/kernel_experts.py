@@ -30,7 +30,7 @@ class Plan:
     """The static part of a launch.
 
     Attributes:
-      results, visits: S and J.
+      results, visits, experts: S, J and E.
       repeats: results' visits that read one row of x.
       depth, width: K and N of a result.
       gated: whether a matrix has a gate's N columns and then N more.
@@ -40,6 +40,7 @@ class Plan:
 
     results: int
     visits: int
+    experts: int
     repeats: int
     depth: int
     width: int
@@ -102,6 +103,14 @@ def _expert_kernel(*args, plan: Plan, names: tuple[str, ...]):
     full, left = divmod(plan.depth, burst)
 
     def visit_expert(visit, sums):
+        expert = refs["ids"][result, visit]
+        is_one = (expert >= 0) & (expert < plan.experts)
+        # A loop of none or one: nothing is read for an expert that is none.
+        return lax.fori_loop(
+            0, is_one.astype(jnp.int32), lambda _, sums: read_expert(visit, sums), sums
+        )
+
+    def read_expert(visit, sums):
         if full:
             sums = lax.fori_loop(
                 0,

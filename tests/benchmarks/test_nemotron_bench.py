@@ -16,16 +16,35 @@ from jaxaccel.benchmarks import (
     nemotron_train,
     step,
 )
+from jaxaccel.benchmarks.guards import require_kernels
 from jaxaccel.config.gin_utils import load_experiment
 from jaxaccel.decoding.by_layer import LayeredDecoder
 from jaxaccel.models.describe import describe
 from jaxaccel.models.nemotron_h import NemotronHConfig
-from pallas_kernels._common import bench, timing
+from pallas_kernels._common import bench, hw, timing
 from pallas_kernels._common.bench import Ceilings
 
 
 LIMITS = Ceilings(gbps=1.0, tflops=1e-6)
 CONFIG = NemotronHConfig.tiny(pattern="ME*", param_dtype="bfloat16")
+# As small as the kernels take.
+OF_KERNELS = NemotronHConfig(
+    vocab_size=512,
+    d_model=256,
+    pattern="MEM*",
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=128,
+    mamba_heads=8,
+    mamba_head_dim=64,
+    mamba_groups=2,
+    state_dim=128,
+    num_experts=8,
+    experts_per_token=2,
+    d_expert=128,
+    d_shared_expert=128,
+    param_dtype="bfloat16",
+)
 # Steps and prompts of one token are one program.
 SIZES = nemotron_decode.Sizes(prompt=1, new=4, rounds=1, checked=3, counted=2)
 
@@ -336,27 +355,28 @@ def test_rows_of_other_parts_stay(tmp_path, monkeypatch):
             benchmarks.main(["nemotron", option, f"--json={path}"])
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_step_has_the_kernels_that_are_required_of_it(batch):
+    with hw.assume():
+        model = nemotron_decode.with_ops(OF_KERNELS, "mosaic")
+        args = (
+            jax.eval_shape(model.init, jax.random.key(0)),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.eval_shape(lambda: model.init_cache(batch, 128)),
+        )
+        traced = jax.jit(model.next_token).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    required = nemotron_decode.required_kernels(nemotron_decode.OPS, batch)
+    assert len(required) == 2
+    require_kernels(text, required)
+    plain = nemotron_decode.with_ops(OF_KERNELS, "xla").config.implementation
+    assert "expert_gemv" not in dict(plain)
+
+
 @pytest.mark.gpu
 def test_decoding_runs_the_kernels_on_the_card():
-    config = NemotronHConfig(
-        vocab_size=512,
-        d_model=256,
-        pattern="MEM*",
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=128,
-        mamba_heads=8,
-        mamba_head_dim=64,
-        mamba_groups=2,
-        state_dim=128,
-        num_experts=8,
-        experts_per_token=2,
-        d_expert=128,
-        d_shared_expert=128,
-        param_dtype="bfloat16",
-    )
     rows = nemotron_decode.measure(
-        config,
+        OF_KERNELS,
         "small",
         implementation="mosaic",
         batches=(1, 3),
@@ -365,5 +385,5 @@ def test_decoding_runs_the_kernels_on_the_card():
     )
     for row in rows:
         assert row["ms"] is not None, row["note"]
-        assert {"pk_grouped_matmul_fwd", "pk_ssd_step"} <= set(row["kernels"])
+        assert {"pk_expert_gemv", "pk_ssd_step"} <= set(row["kernels"])
         assert row["runs"]["ssd_step"].startswith("mosaic")

@@ -32,7 +32,9 @@ CONFIG = dataclasses.replace(
 def models(random_model):
     """The same weights without a setting and with products of few rows."""
     assert [run.repeats for run in CONFIG.runs] == [2, 1]
-    named = dataclasses.replace(CONFIG, implementation={"gemv": "xla"})
+    named = dataclasses.replace(
+        CONFIG, implementation={"expert_gemv": "xla", "gemv": "xla"}
+    )
     return tuple(remembering(random_model(config, 1)) for config in (CONFIG, named))
 
 

@@ -72,15 +72,43 @@ def test_every_form_is_the_sum(name, implementation):
 
 
 def test_the_division_does_not_matter():
-    x, w = numbers(2, 300, seed=4), numbers(4, 300, 64, seed=5, scale=0.06)
     ids = jnp.array([[3, 0], [1, 1]], jnp.int32)
-    x = jnp.repeat(x, 2, axis=0)
     run = functools.partial(expert_gemv, implementation="mosaic")
-    want = by_hand(x, w, np.asarray(ids), np.ones((2, 2)), None)
-    for config in (Config(columns=8, burst=1), Config(columns=64, burst=3)):
+    for depth, config in (
+        (300, Config(columns=8, burst=1)),
+        (300, Config(columns=64, burst=3)),
+        (300, Config(columns=16, burst=2, warpgroups=4)),
+        (256, Config(columns=64, burst=3, warpgroups=2)),
+    ):
+        x = jnp.repeat(numbers(2, depth, seed=4), 2, axis=0)
+        w = numbers(4, depth, 64, seed=5, scale=0.06)
+        want = by_hand(x, w, np.asarray(ids), np.ones((2, 2)), None)
         with few_blocks(), interpreted():
             got = jax.jit(functools.partial(run, config=config))(x, w, ids)
         assert_close(got, jnp.asarray(want, jnp.float32), rel=4e-3)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic"])
+def test_a_visit_to_no_expert_reads_nothing(implementation):
+    """Of what is not a number nothing is left, in the row and in any expert."""
+    x = numbers(2, 64, seed=4).at[1].set(jnp.nan)
+    w = numbers(3, 64, 16, seed=5).at[jnp.array([0, 2])].set(jnp.inf)
+    ids = jnp.array([[1, -1], [3, 7]], jnp.int32)
+    with few_blocks(), interpreted():
+        y = expert_gemv(x, w, ids, implementation=implementation)
+    assert_close(y[:1], x[:1].astype(jnp.float32) @ w[1].astype(jnp.float32), rel=4e-3)
+    assert not y[1].any()
+
+
+def test_a_gradient_through_the_kernel_is_refused():
+    x, w = numbers(1, 64), numbers(2, 64, 16)
+
+    def total(x):
+        ids = jnp.zeros((1, 1), jnp.int32)
+        return expert_gemv(x, w, ids, implementation="mosaic").sum()
+
+    with interpreted(), pytest.raises(NotImplementedError, match="expert_gemv"):
+        jax.grad(total)(x)
 
 
 def test_one_expert_is_gemv():
@@ -89,18 +117,29 @@ def test_one_expert_is_gemv():
     assert_close(got, gemv(x, w[2], implementation="reference"), rel=1e-3)
 
 
-def test_lowers_for_the_card_and_is_named_only():
+@pytest.mark.parametrize(
+    "rows, shape, activation, dtype",
+    [
+        (1, (6, 1), "relu2", "bfloat16"),
+        (1, (6, 1), "swiglu", "float16"),
+        (24, (4, 6), None, "bfloat16"),
+    ],
+)
+def test_lowers_for_the_card_and_is_named_only(rows, shape, activation, dtype):
     like = jax.ShapeDtypeStruct
     args = (
-        like((1, 2688), jnp.bfloat16),
-        like((128, 2688, 1856), jnp.bfloat16),
-        like((6, 1), jnp.int32),
+        like((rows, 2688), jnp.dtype(dtype)),
+        like((128, 2688, 1856), jnp.dtype(dtype)),
+        like(shape, jnp.int32),
     )
+    weights = like(shape, jnp.float32)
 
     def text(implementation):
-        run = functools.partial(expert_gemv, implementation=implementation)
+        run = functools.partial(
+            expert_gemv, activation=activation, implementation=implementation
+        )
         with hw.assume():
-            traced = jax.jit(run).trace(*args)
+            traced = jax.jit(run).trace(*args, weights=weights)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     assert "pk_expert_gemv" in text("mosaic")
@@ -116,6 +155,15 @@ def test_limits_are_named():
         ((x, w, ids), {"weights": jnp.ones((2,))}, r"weights is float32\[2\]"),
         ((x, w, ids), {"activation": "gelu"}, "activation='gelu', allowed are"),
         ((x, w[..., :7], ids), {"activation": "swiglu"}, "N = 7"),
+        ((x.astype("int32"), w.astype("int32"), ids), {}, "expected .* floating"),
+        ((x, w[:0], ids), {}, r"w \[0, 16, 8\]"),
+        ((x, w, ids[:0]), {}, r"ids is int32\[0, 1\]"),
+        ((x, w, ids), {"config": Config(paired=True)}, "paired=True"),
+        (
+            (x, w, ids),
+            {"config": Config(), "implementation": "xla"},
+            'only "mosaic" has one',
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             expert_gemv(*args, **options)

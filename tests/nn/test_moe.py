@@ -1,5 +1,7 @@
 """Mixture of experts and dense MLP against sums over all experts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,11 +176,37 @@ def test_router_stays_f32_under_bf16(build):
     assert routing.weights.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("time", [1, 4, 8])
+def test_router_logits_of_few_and_many_bf16_rows_have_f32_quality(build, time):
+    router = build(lambda rngs: MoE(CONFIGS["qwen"], 96, rngs=rngs)).router
+    x = jax.random.normal(jax.random.key(1), (1, time, 96), jnp.bfloat16)
+    dy = jax.random.normal(jax.random.key(2), (1, time, router.kernel.shape[1]))
+
+    graphdef, params, rest = nnx.split(router, nnx.Param, ...)
+
+    def logits(kernel, x):
+        params["kernel"] = params["kernel"].replace(kernel)
+        return nnx.merge(graphdef, params, rest)(x).logits
+
+    kernel = params["kernel"][...]
+    got, vjp = jax.vjp(logits, kernel, x)
+    dkernel, dx = vjp(dy)
+    w, exact, d = (
+        np.asarray(a.astype(jnp.float32), np.float64) for a in (kernel, x[0], dy[0])
+    )
+    np.testing.assert_allclose(got[0], exact @ w, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(dkernel, exact.T @ d, rtol=0, atol=1e-5)
+    want = d @ w.T
+    np.testing.assert_allclose(
+        dx[0].astype(jnp.float32), want, rtol=0, atol=4e-3 * np.abs(want).max()
+    )
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_few_tokens_read_their_experts_without_a_sort(build, name):
     """Three tokens, one of them padding, where products are named; others sort."""
     config = CONFIGS[name]
-    named = {"implementation": (("gemv", "xla"),)}
+    named = {"implementation": (("expert_gemv", "xla"), ("gemv", "xla"))}
     layer = build(lambda rngs: MoE(config, 8, **named, rngs=rngs))
     x = jax.random.normal(jax.random.key(1), (1, 3, 8))
     meta = packing_metadata((1, 3), segment_ids=jnp.array([[1, 1, 0]]))
@@ -199,6 +227,41 @@ def test_few_tokens_read_their_experts_without_a_sort(build, name):
     ]
     assert "expert_gemv" not in plain
     assert "gemv" not in plain
+
+
+@pytest.mark.parametrize("special", [{"use_bias": True}, {"swiglu_limit": 0.5}])
+def test_few_tokens_of_experts_with_more_than_products_are_sorted(build, special):
+    config = dataclasses.replace(
+        CONFIGS["qwen"], shared_d_ff=0, shared_gate=False, **special
+    )
+    setting = (("expert_gemv", "xla"), ("gemv", "xla"))
+    layer = build(lambda rngs: MoE(config, 8, implementation=setting, rngs=rngs))
+    # Of any size, so that a bias or a limit left out shows.
+    graphdef, state = nnx.split(layer)
+    state = jax.tree.map(lambda leaf: leaf + 0.5, state)
+    layer = nnx.merge(graphdef, state)
+    x = jax.random.normal(jax.random.key(1), (2, 2, 8))
+    meta = packing_metadata((2, 2))
+    with recorded_choices() as choices:
+        got = layer(x, meta, decodes=True)[0]
+    assert "expert_gemv" not in [choice.op for choice in choices]
+    np.testing.assert_allclose(got, layer(x, meta)[0], atol=1e-4)
+
+
+def test_few_tokens_in_bfloat16_over_float32_weights(build):
+    def layer(setting):
+        kind = {"dtype": jnp.bfloat16, "implementation": setting}
+        return build(lambda rngs: MoE(CONFIGS["qwen"], 8, **kind, rngs=rngs))
+
+    x = jax.random.normal(jax.random.key(1), (2, 2, 8), jnp.bfloat16)
+    meta = packing_metadata((2, 2))
+    want = layer(None)(x, meta)[0]
+    got = layer((("expert_gemv", "xla"), ("gemv", "xla")))(x, meta, decodes=True)[0]
+    assert got.dtype == jnp.bfloat16
+    scale = np.abs(want.astype(jnp.float32)).max()
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2 * scale
+    )
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
