@@ -22,7 +22,6 @@ from jaxaccel.nn import few_rows
 from jaxaccel.nn.attention import PendingAttention
 from jaxaccel.nn.engram import EngramState
 from jaxaccel.nn.engram_memory import MemoryCache
-from jaxaccel.nn.moe import MoE
 
 
 @jax.tree_util.register_dataclass
@@ -92,12 +91,8 @@ def verify(
                 h = block.mixer_norm(x)
                 mixed, pending = block.mixer.verify(h, meta, part, length)
                 x = x + mixed
-        if isinstance(block.mlp, MoE):
-            x = x + block.mlp(block.mlp_norm(x), meta, decodes=True)[0]
-        elif few_rows.adds_itself(block.mlp, x, decodes=True):
-            x = block.mlp.added(x, block.mlp_norm)
-        elif block.mlp is not None:
-            x = x + block.mlp(block.mlp_norm(x))
+        if block.mlp is not None:
+            x, _ = block.feed_forward(x, meta, decodes=True)
         if pending is None:
             return x, None, None
         if isinstance(pending, PendingAttention):

@@ -109,14 +109,19 @@ class Block(nnx.Module):
                     x = x + mixed
         if self.mlp is not None:
             with jax.named_scope("mlp"):
-                if isinstance(self.mlp, MoE):
-                    y, aux = self.mlp(self.mlp_norm(x), meta, decodes=decodes)
-                    x = x + y
-                elif few_rows.adds_itself(self.mlp, x, decodes=decodes):
-                    x = self.mlp.added(x, self.mlp_norm)
-                else:
-                    x = x + self.mlp(self.mlp_norm(x))
+                x, aux = self.feed_forward(x, meta, decodes=decodes)
         return x, cache, aux
+
+    def feed_forward(
+        self, x: jax.Array, meta: PackingMetadata, *, decodes: bool
+    ) -> tuple[jax.Array, RouterAux | None]:
+        """Adds the feed-forward part to [B, T, D]; see `few_rows` for `decodes`."""
+        if isinstance(self.mlp, MoE):
+            y, aux = self.mlp(self.mlp_norm(x), meta, decodes=decodes)
+            return x + y, aux
+        if few_rows.adds_itself(self.mlp, x, decodes=decodes):
+            return self.mlp.added(x, self.mlp_norm), None
+        return x + self.mlp(self.mlp_norm(x)), None
 
 
 class MTPHead(nnx.Module):

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ STRIDED = plgpu.Layout.WG_STRIDED((HEAD_DIM,), 1)  # a vector, one value a threa
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The static part of a launch.
+class Sizes:
+    """What every launch of this folder knows of its arguments.
 
     Attributes:
       batch, key_heads, value_heads, width: B, Hk, Hv, W.
@@ -59,7 +59,6 @@ class Plan:
       restarts: whether rows may begin documents.
       norm_eps: added to the mean square.
       top_beta: 1 or 2, what a large b makes of beta.
-      config: how to tile.
     """
 
     batch: int
@@ -69,14 +68,47 @@ class Plan:
     dtype: Any
     state_dtype: Any
     restarts: bool
-    norm_eps: float
-    top_beta: float
-    config: Config
+    norm_eps: float = 0.0
+    top_beta: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        qkv: jax.Array,
+        layer: Layer,
+        state_pool: jax.Array,
+        is_first: jax.Array | None,
+        **more: Any,
+    ) -> Self:
+        """Those of a layer's arguments, as in `api`, and `more` attributes."""
+        return cls(
+            batch=len(qkv),
+            key_heads=layer.key_heads,
+            value_heads=state_pool.shape[1],
+            width=layer.conv_weight.shape[0],
+            dtype=jnp.dtype(qkv.dtype),
+            state_dtype=jnp.dtype(state_pool.dtype),
+            restarts=is_first is not None,
+            norm_eps=layer.norm_eps,
+            top_beta=2.0 if layer.negative_eigenvalues else 1.0,
+            **more,
+        )
 
     @property
     def group(self) -> int:
-        """Value heads of an item."""
+        """Value heads that read a key head."""
         return self.value_heads // self.key_heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Sizes):
+    """The static part of a launch.
+
+    Attributes:
+      config: how to tile.
+    """
+
+    config: Config
 
     @property
     def items(self) -> int:
@@ -600,19 +632,7 @@ def gated_delta_step(
     Raises:
       ValueError: the tiling does not fit these sizes or the card.
     """
-    batch, value_heads = a.shape
-    plan = Plan(
-        batch=batch,
-        key_heads=layer.key_heads,
-        value_heads=value_heads,
-        width=layer.conv_weight.shape[0],
-        dtype=jnp.dtype(qkv.dtype),
-        state_dtype=jnp.dtype(state_pool.dtype),
-        restarts=is_first is not None,
-        norm_eps=layer.norm_eps,
-        top_beta=2.0 if layer.negative_eigenvalues else 1.0,
-        config=config,
-    )
+    plan = Plan.of(qkv, layer, state_pool, is_first, config=config)
     if plan.group % config.warpgroups:
         raise ValueError(
             f"warpgroups={config.warpgroups}, allowed are divisors of the {plan.group} "
@@ -622,7 +642,7 @@ def gated_delta_step(
         "qkv": qkv,
         "a": a,
         "b": b,
-        "z": z.reshape(batch, value_heads, HEAD_DIM),
+        "z": z.reshape(plan.batch, plan.value_heads, HEAD_DIM),
         "weight": layer.conv_weight,
         "A_log": layer.A_log,
         "dt_bias": layer.dt_bias,

@@ -36,37 +36,18 @@ Q, K, V = 0, 1, 2  # places of a token's channels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(step.Sizes):
     """The static part of a launch.
 
     Attributes:
-      batch, time, key_heads, value_heads, width: B, T, Hk, Hv, W.
-      dtype: of qkv, z, y and the convolution's windows.
-      state_dtype: of the state in device memory.
-      restarts: whether a row's first token may begin a document.
-      norm_eps: added to the mean square.
-      top_beta: 1 or 2, what a large b makes of beta.
+      time: T; only a row's first token may begin a document.
     """
 
-    batch: int
     time: int
-    key_heads: int
-    value_heads: int
-    width: int
-    dtype: Any
-    state_dtype: Any
-    restarts: bool
-    norm_eps: float = 0.0
-    top_beta: float = 1.0
 
     config = Config(rows=ROWS, part=ROWS)
     part = (ROWS, HEAD_DIM)
     layout = step.Plan.layout
-
-    @property
-    def group(self) -> int:
-        """Value heads that read a key head."""
-        return self.value_heads // self.key_heads
 
 
 def _place(plan: Plan) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -280,18 +261,7 @@ def gated_delta_verify(
     """
     batch, time, _ = qkv.shape
     heads, dim = state_pool.shape[1], HEAD_DIM
-    plan = Plan(
-        batch=batch,
-        time=time,
-        key_heads=layer.key_heads,
-        value_heads=heads,
-        width=layer.conv_weight.shape[0],
-        dtype=jnp.dtype(qkv.dtype),
-        state_dtype=jnp.dtype(state_pool.dtype),
-        restarts=is_first is not None,
-        norm_eps=layer.norm_eps,
-        top_beta=2.0 if layer.negative_eigenvalues else 1.0,
-    )
+    plan = Plan.of(qkv, layer, state_pool, is_first, time=time)
     inputs = {
         "qkv": qkv,
         "a": a,

@@ -146,6 +146,38 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
     return carry
 
 
+def leave_sums(shared, parts: Sequence[jax.Array], lanes: int, wg: Any) -> None:
+    """Adds up each warp's sums and leaves them in shared memory.
+
+    Args:
+      shared: f32[places, warps, columns].
+      parts: of each place, f32[128, V] of a thread's rows.
+      lanes: threads that neighbouring columns are of.
+      wg: which warpgroup.
+    """
+    thread = indexed.iota(WARPGROUP)
+    warp, lane = thread // indexed.WARP + wg * WARPS, thread % lanes * PIECE
+    for place, part in enumerate(parts):
+        part = indexed.across_lanes(part, lanes)
+        index = (indexed.everywhere(place), warp, lane)
+        indexed.put(shared, index, part, thread % indexed.WARP < lanes)
+    plgpu.commit_smem()
+
+
+def sum_of_warps(shared, lane: Any, warpgroups: int, place: int) -> jax.Array:
+    """f32[128, V]: what the warps of all warpgroups left at a place, see above."""
+    parts = [
+        indexed.take(
+            shared,
+            (indexed.everywhere(place), indexed.everywhere(warp), lane),
+            PIECE,
+            cached=False,
+        )
+        for warp in range(warpgroups * WARPS)
+    ]
+    return functools.reduce(operator.add, parts)
+
+
 def _result(
     plan: Plan, refs, ahead, shared, barrier, weights, out, first: Any, lanes: int
 ) -> None:
@@ -157,12 +189,7 @@ def _result(
     column = lane + first
     sums, squares = _sums(plan, refs, weights, column, lanes, wg)
     parts = [*sums, *(indexed.spread(s, PIECE) for s in squares)]
-    warp = thread // indexed.WARP + wg * WARPS
-    for place, part in enumerate(parts):
-        part = indexed.across_lanes(part, lanes)
-        index = (indexed.everywhere(place), warp, lane)
-        indexed.put(shared, index, part, thread % indexed.WARP < lanes)
-    plgpu.commit_smem()
+    leave_sums(shared, parts, lanes, wg)
     # Memory would be idle from here to the loads of the next launch.
     block = lax.axis_index("block")
     for ref in ahead:
@@ -183,19 +210,7 @@ def _write(
     plan: Plan, refs, shared, weights: int, out, where: Any, lane: Any, column: Any
 ) -> None:
     """Adds up the warps' sums and writes what becomes of them."""
-
-    def total(place):
-        parts = [
-            indexed.take(
-                shared,
-                (indexed.everywhere(place), indexed.everywhere(warp), lane),
-                PIECE,
-                cached=False,
-            )
-            for warp in range(plan.config.warpgroups * WARPS)
-        ]
-        return functools.reduce(operator.add, parts)
-
+    total = functools.partial(sum_of_warps, shared, lane, plan.config.warpgroups)
     for m in range(plan.rows):
         products = [total(i * plan.rows + m) for i in range(weights)]
         if plan.eps is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from pallas_kernels._common import indexed
 from pallas_kernels._common.pieces import WARPGROUP
 from pallas_kernels.attention import tensor_core as tc
 from pallas_kernels.gemv.config import PIECE, Config, strip
-from pallas_kernels.gemv.kernel import WARPS
+from pallas_kernels.gemv.kernel import WARPS, leave_sums, sum_of_warps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,29 +125,13 @@ def _expert_kernel(*args, plan: Plan, names: tuple[str, ...]):
     zero = tc.full((WARPGROUP, PIECE), 0.0, indexed.layout(PIECE))
     sums = (zero,) * len(columns)
     sums = lax.fori_loop(0, plan.visits, visit_expert, sums)
-    warp = thread // indexed.WARP + wg * WARPS
-    for place, total in enumerate(sums):
-        total = indexed.across_lanes(total, lanes)
-        index = (indexed.everywhere(place), warp, lane)
-        indexed.put(shared, index, total, thread % indexed.WARP < lanes)
-    plgpu.commit_smem()
+    leave_sums(shared, sums, lanes, wg)
     plgpu.barrier_arrive(barrier)
 
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(barrier)
-
-        def whole(place):
-            at = (indexed.everywhere(place), lane)
-            parts = [
-                indexed.take(
-                    *(shared, (at[0], indexed.everywhere(w), at[1]), PIECE),
-                    cached=False,
-                )
-                for w in range(config.warpgroups * WARPS)
-            ]
-            return functools.reduce(operator.add, parts)
-
+        whole = functools.partial(sum_of_warps, shared, lane, config.warpgroups)
         y = whole(0)
         if plan.gated:
             y = y / (1.0 + jnp.exp(-y)) * whole(1)
