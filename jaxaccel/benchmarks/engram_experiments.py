@@ -498,17 +498,17 @@ def measure(
     def make(item: tuple[str, Any]) -> Contender:
         return make_contender(*item, config, task, arrays)
 
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        contenders = list(pool.map(make, config.models.items()))
-    print(f"compiled in {clock.perf_counter() - start:.1f} s", flush=True)
     rows, first = [], None
-    for contender in contenders:
-        outcome = train(contender, config, arrays)
-        row = row_of(outcome, first, config, task)
-        first = outcome if first is None else first
-        rows.append(row)
-        _show(row, task)
-        yield [row]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        # One model trains while those behind it are compiled.
+        for contender in pool.map(make, config.models.items()):
+            ready = clock.perf_counter() - start
+            outcome = train(contender, config, arrays)
+            row = row_of(outcome, first, config, task)
+            first = outcome if first is None else first
+            rows.append(row)
+            _show(row, task, ready)
+            yield [row]
     sizes = {row["table_rows"] for row in rows if row["table_rows"]}
     if config.fit_slots and len(sizes) > 1:
         line = slots_fit(rows)
@@ -516,7 +516,7 @@ def measure(
         yield [line]
 
 
-def _show(row: Mapping[str, Any], task: Any) -> None:
+def _show(row: Mapping[str, Any], task: Any, ready: float) -> None:
     text = f"{row['model']}: {row['parameters'] / 1e6:.2f} M, {row['nats']['mean']:.4f}"
     if "over" in row:
         text += f", over the first {row['over']['mean']:+.4f} {row['over']['interval']}"
@@ -525,7 +525,7 @@ def _show(row: Mapping[str, Any], task: Any) -> None:
         text += f"; {kind} {100 * own['right']['mean']:.1f} %"
         if "silent_right" in own:
             text += f" (silent {100 * own['silent_right']['mean']:.1f} %)"
-    print(f"{text}; {row['train_s']} s", flush=True)
+    print(f"{text}; compiled at {ready:.0f} s, {row['train_s']} s", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
