@@ -66,8 +66,8 @@ class Sizes:
 
     @property
     def slots(self) -> int:
-        """Of the caches of keys."""
-        return self.prompt + self.new
+        """Of the caches of keys; kernels have multiples of 8."""
+        return -(-(self.prompt + self.new) // 8) * 8
 
 
 @jax.tree_util.register_dataclass

@@ -144,6 +144,7 @@ def gemv(
     swiglu: bool = False,
     residual: jax.Array | None = None,
     prefetch: jax.Array | Sequence[jax.Array] = (),
+    at_rest: bool = False,
     out_dtype: DTypeLike | Sequence[DTypeLike] | None = None,
     config: configs.Config | None = None,
     implementation: Implementation | None = None,
@@ -169,6 +170,9 @@ def gemv(
         own weights, and memory does not idle between the launches. Changes no result.
         It must be an array as a whole: a slice of one is copied first. More than L2
         holds drives itself out.
+      at_rest: whether the weights and `norm_scale` are arguments of the whole program,
+        as they are: no slices of them, nothing that it computes. A launch that overlaps
+        the one in front of it then asks for them before that one has ended.
       out_dtype: of the results, x.dtype by default; one, or one for each result.
       config: how "mosaic" divides the weights, `None` for its own choice.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can.
@@ -206,7 +210,6 @@ def gemv(
                 f"prefetch has {array.dtype}{list(array.shape)}, expected multiples of "
                 f"{PIECE_BYTES} bytes"
             )
-    options["prefetch"] = tuple(prefetch)
     listed = _listed(weights)
     results = 1 if swiglu else len(listed)
     options["out_dtypes"] = _dtypes(x, results, out_dtype)
@@ -214,6 +217,7 @@ def gemv(
         # Imported on first use: Mosaic GPU takes a second that others need not pay.
         from pallas_kernels.gemv import kernel
 
+        options |= {"prefetch": tuple(prefetch), "at_rest": at_rest}
         launch = forward_only("gemv", kernel.gemv)
         found = launch(choice.config, x, listed, **options)
     else:

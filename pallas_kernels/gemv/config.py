@@ -30,12 +30,14 @@ class Config:
       warpgroups: of a block, which share the rows.
       paired: whether a burst comes in two halves, of which one is on its way while the
         other is added up.
+      overlaps: whether a launch begins while the one in front of it ends.
     """
 
     columns: int = 16
     burst: int = 16
     warpgroups: int = 1
     paired: bool = False
+    overlaps: bool = False
 
     def __post_init__(self):
         if self.columns not in COLUMNS:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import indexed
+from pallas_kernels._common import indexed, overlap
 from pallas_kernels._common.pieces import WARPGROUP
 from pallas_kernels.attention import tensor_core as tc
 from pallas_kernels.gemv.config import PIECE, Config, strip
@@ -44,6 +44,7 @@ class Plan:
       eps: of the norm in front, `None` without one.
       zero_centered: whether it multiplies with 1 + scale.
       adds: whether there is a residual.
+      at_rest: whether no launch in front of this one writes the weights.
       config: how to divide.
     """
 
@@ -54,6 +55,7 @@ class Plan:
     eps: float | None
     zero_centered: bool
     adds: bool
+    at_rest: bool
     config: Config
 
     @property
@@ -69,9 +71,12 @@ class Plan:
 
 def _vector(plan: Plan, refs: dict[str, Any], at: jax.Array, where: Any) -> Any:
     """Of each row of x the values at `at`, without and with the norm's scale."""
+    # What another launch may have written as this one began is no constant.
+    cached = not plan.config.overlaps
 
     def read(ref, *index):
-        return indexed.take(ref, (*index, at), where=where).astype(jnp.float32)
+        found = indexed.take(ref, (*index, at), where=where, cached=cached)
+        return found.astype(jnp.float32)
 
     plain = [read(refs["x"], indexed.everywhere(m)) for m in range(plan.rows)]
     if plan.eps is None:
@@ -94,10 +99,10 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
         for _ in range(0 if plan.eps is None else plan.rows)
     ]
 
-    def load(begin, steps: int, whole: bool):
-        """What `steps` of each warpgroup read, from the row `begin` on.
+    def ask(begin, steps: int, whole: bool):
+        """What `steps` of each warpgroup read of the weights, from the row `begin` on.
 
-        All of it is asked for before any of it is used.
+        Also where that is, for `values`.
         """
         begin = begin + wg * (steps * step)
         ats = [number + (begin + s * step) for s in range(steps)]
@@ -106,7 +111,26 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
             [indexed.take(w, (at, column), PIECE, where=where) for w in weights]
             for at, where in zip(ats, wheres, strict=True)
         ]
-        return parts, [_vector(plan, refs, *x) for x in zip(ats, wheres, strict=True)]
+        return parts, (ats, wheres)
+
+    def values(places):
+        return [_vector(plan, refs, *x) for x in zip(*places, strict=True)]
+
+    def load(begin, steps: int, whole: bool):
+        """All of it is asked for before any of it is used."""
+        parts, places = ask(begin, steps, whole)
+        return parts, values(places)
+
+    def load_first(*args):
+        """Of a launch that overlaps the one in front: x is what that one writes."""
+        if not plan.config.overlaps:
+            return load(0, *args)
+        if not plan.at_rest:
+            overlap.wait()
+        parts, places = ask(0, *args)
+        if plan.at_rest:
+            overlap.wait()
+        return parts, values(places)
 
     def add(carry, loaded):
         sums, squares = (list(x) for x in carry)
@@ -124,6 +148,9 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
     steps = plan.config.burst // 2 if plan.config.paired else plan.config.burst
     burst = steps * together
     full, carry = plan.depth // burst, (tuple(sums), tuple(squares))
+    left = plan.depth - full * burst
+    last = -(-left // together), left % together == 0
+    first = load_first(*((steps, True) if full else last))
     if full > 1 and plan.config.paired:
 
         def both(i, carry):
@@ -131,18 +158,14 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
             following = load((i + 1) * burst, steps, True)
             return add(*carry), following
 
-        carry = carry, load(0, steps, True)
-        carry = add(*lax.fori_loop(0, full - 1, both, carry))
-    elif full > 1:
+        carry, first = lax.fori_loop(0, full - 1, both, (carry, first))
+    carry = add(carry, first)
+    if full > 1 and not plan.config.paired:
         carry = lax.fori_loop(
-            0, full, lambda i, carry: add(carry, load(i * burst, steps, True)), carry
+            1, full, lambda i, carry: add(carry, load(i * burst, steps, True)), carry
         )
-    elif full:
-        carry = add(carry, load(0, steps, True))
-    left = plan.depth - full * burst
-    if left:
-        steps = -(-left // together)
-        carry = add(carry, load(full * burst, steps, left == steps * together))
+    if full and left:
+        carry = add(carry, load(full * burst, *last))
     return carry
 
 
@@ -222,7 +245,10 @@ def _write(
             y = y / (1.0 + jnp.exp(-y)) * products[1]
         index = (indexed.everywhere(m), column)
         if plan.adds:
-            kept = indexed.take(refs["residual"], index, PIECE, where=where)
+            cached = not plan.config.overlaps
+            kept = indexed.take(
+                refs["residual"], index, PIECE, where=where, cached=cached
+            )
             y = y + kept.astype(jnp.float32)
         indexed.put(out, index, y.astype(out.dtype), where)
 
@@ -234,6 +260,8 @@ def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
     ahead = [ref for name, ref in refs.items() if name.startswith("ahead")]
     block, before = lax.axis_index("block"), 0
     each = 2 if plan.gated else 1
+    if plan.config.overlaps:
+        overlap.let_next_begin()
     for i, (count, columns) in enumerate(zip(plan.blocks, plan.strips, strict=True)):
         weights = [refs[f"w{i * each + k}"] for k in range(each)]
 
@@ -300,6 +328,7 @@ def gemv(
     swiglu: bool,
     residual: jax.Array | None,
     prefetch: Sequence[jax.Array],
+    at_rest: bool,
     out_dtypes: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; see `api.gemv`, results as in `reference.gemv`."""
@@ -311,6 +340,7 @@ def gemv(
         eps=None if norm_scale is None else eps,
         zero_centered=zero_centered,
         adds=residual is not None,
+        at_rest=at_rest,
         config=config,
     )
     inputs = {"x": x} | {f"w{i}": w for i, w in enumerate(weights)}

@@ -18,11 +18,9 @@ def gemv(
     eps: float,
     swiglu: bool,
     residual: jax.Array | None,
-    prefetch: Sequence[jax.Array] = (),
     out_dtypes: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
     """See `api.gemv`; [M, N] of each weight, or of both together with `swiglu`."""
-    del prefetch
     h = x.astype(jnp.float32)
     if norm_scale is not None:
         scale = norm_scale.astype(jnp.float32)

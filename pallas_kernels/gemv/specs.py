@@ -182,10 +182,10 @@ class Chain:
                         prefetch=[w for w in next(following) if w.size % 8 == 0],
                         out_dtype=spec.out_dtypes,
                     )
-                    found = found[0] if isinstance(found, tuple) else found
-                    # In place of what a mixer makes.
-                    y = found[:, : self.heads * 128] if spec.wide else found
-                    x = found if spec.adds else x
+                    if spec.wide:  # one that is as wide as what a mixer makes
+                        found = found[spec.widths.index(self.heads * 128)]
+                    y = found[0] if isinstance(found, tuple) else found
+                    x = y if spec.adds else x
             return (x,)
 
         return call

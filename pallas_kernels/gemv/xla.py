@@ -23,11 +23,9 @@ def gemv(
     eps: float,
     swiglu: bool,
     residual: jax.Array | None,
-    prefetch: Sequence[jax.Array] = (),
     out_dtypes: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
     """See `api.gemv`; results as in `reference.gemv`."""
-    del prefetch
     if norm_scale is not None:
         x = norms.rms_norm(
             x,
