@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels import _OPS
-from pallas_kernels._common import bench, jobs, report, timing
+from pallas_kernels._common import bench, jobs, overlap, report, timing
 
 
 # How long a process that shares the card compiles before it measures.
@@ -37,6 +37,7 @@ def _cases(op: str, tags: str, only: str = "") -> list[bench.Case]:
     return [c for c in cases if any(text in c.workload for text in only.split(","))]
 
 
+@overlap.one_by_one()
 def run(
     op: str,
     tag: str,

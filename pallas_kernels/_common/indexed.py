@@ -170,6 +170,106 @@ def put(
     write(ref, values, where, *indices)
 
 
+def copy(
+    ref: Any,
+    indices: tuple[jax.Array, ...],
+    to: Any,
+    place: tuple[Any, Any],
+    where: jax.Array,
+) -> None:
+    """Asks for one piece at each index to come to shared memory, waiting for nothing.
+
+    A thread may read back what it asked for itself, with `copied`, once `await_copies`
+    has waited for it.
+
+    Args:
+      ref: an array in device memory, contiguous, that this kernel does not write.
+      indices: i32[128] for each axis of `ref`, of pieces of 16 bytes.
+      to: [places, threads, V] in shared memory, V values of `ref`'s dtype a piece.
+      place: which place, and the thread that the first piece belongs to, i32 scalars.
+      where: bool[128], which pieces are read; 0 stands for the others, whose indices
+        need lie nowhere in particular in `ref`, but in it.
+    """
+    width = to.shape[-1]
+    if interpret.is_interpreting():
+        values = _take_interpreted(ref, indices, width, where)
+        to.at[place[0], pl.ds(place[1], WARPGROUP)][...] = values
+        return
+    slots = _of_threads(place)
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(),
+            index_layout(),
+            *(index_layout() for _ in (*slots, *indices)),
+        ),
+    )
+    def ask(_, memory, shared, flags, *arrays):
+        i32 = ir.IntegerType.get_signless(32)
+        kept = ir.MemRefType(memory.type).element_type
+        rows = zip(
+            flags.registers.flat,
+            _indices(arrays[: len(slots)]),
+            _indices(arrays[len(slots) :]),
+            strict=True,
+        )
+        whole, none = (arith.constant(i32, size) for size in (PIECE_BYTES, 0))
+        for flag, slot, index in rows:
+            size = arith.select(_scalar(flag), whole, none)
+            target = llvm.ptrtoint(i32, _address(shared, slot, kept))
+            _assembly(
+                "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+                "r,l,r",
+                *(target, _address(memory, index, kept), size),
+            )
+
+    ask(ref, to, where, *slots, *indices)
+
+
+def copied(to: Any, place: tuple[Any, Any]) -> jax.Array:
+    """The pieces [128, V] that `copy` brought to a place, to the threads that asked."""
+    if interpret.is_interpreting():
+        return to[place[0], pl.ds(place[1], WARPGROUP)]
+    return take(to, _of_threads(place), to.shape[-1], cached=False)
+
+
+def _of_threads(place: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+    return everywhere(place[0]), iota(WARPGROUP) + place[1], everywhere(0)
+
+
+def commit_copies() -> None:
+    """Ends a group of what this thread asked for with `copy`; it may be empty."""
+    if not interpret.is_interpreting():
+        _alone("cp.async.commit_group;")
+
+
+def await_copies(behind: int) -> None:
+    """Waits until all groups of this thread but the last `behind` have arrived."""
+    if not interpret.is_interpreting():
+        _alone(f"cp.async.wait_group {behind};")
+
+
+def _assembly(text: str, constraints: str, *operands: Any) -> None:
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        list(operands),
+        text,
+        constraints,
+        has_side_effects=True,
+    )
+
+
+def _alone(text: str) -> None:
+    """An instruction without operands."""
+
+    @plgpu.inline_mgpu(arg_types=())
+    def run(_):
+        _assembly(text, "")
+
+    run()
+
+
 # Bytes that one instruction asks for; each takes its time in the unit for copies.
 STRETCH = 4096
 
@@ -220,12 +320,11 @@ def prefetch(ref: Any, part: Any, parts: int) -> None:
             with ir.InsertionPoint(branch.then_block):
                 stretches = arith.constant(i64, STRETCH)
                 offset = arith.muli(arith.extsi(i64, begin), stretches)
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"),
-                    [mgpu.utils.getelementptr(start, [offset], i8), left],
+                _assembly(
                     "cp.async.bulk.prefetch.L2.global [$0], $1;",
                     "l,r",
-                    has_side_effects=True,
+                    mgpu.utils.getelementptr(start, [offset], i8),
+                    left,
                 )
                 scf.yield_([])
 

@@ -6,30 +6,65 @@ Guide) the blocks of the second come to an SM as soon as the first has no block 
 place and there is room, and wait themselves before they read what it writes. XLA's own
 kernels do not take part: launches beside them come one after the other as ever.
 
-Every block of such a kernel calls `wait` before it reads or writes what other launches
-write or read. That one may also begin early is of no harm: it cannot end before those
-in front of it have.
+Every warpgroup of such a kernel calls `wait` before it reads or writes what other
+launches write or read. That the one in front may have begun early too does no harm: it
+cannot end before those in front of it have.
 """
 
 from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import interpret
 
 
+_is_on = True
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Kernels that are traced here for the first time come one after the other.
+
+    For timers that add up how long each launch takes: one that begins early takes
+    longer by its wait.
+    """
+    global _is_on
+    before, _is_on = _is_on, False
+    try:
+        yield
+    finally:
+        _is_on = before
+
+
 def let_next_begin() -> None:
     """Allows the launch behind this one to begin; first thing in a kernel."""
-    if not interpret.is_interpreting():
+    if _is_on and not interpret.is_interpreting():
         plgpu.griddepcontrol_launch_dependents()
 
 
 def wait() -> None:
     """Waits until the launch in front of this one has ended, its writes done.
 
-    Each warpgroup calls it for itself. Before it a kernel may read what no launch of
-    the program writes, but nothing else, and nothing that was read before is read
-    again through the cache for constants (`indexed.take(cached=True)`) behind it.
+    Before it a kernel may read what no launch of the program writes, but nothing else;
+    and behind it nothing comes through the cache for constants that another launch may
+    have written (`indexed.take(cached=False)`).
     """
-    if not interpret.is_interpreting():
+    if _is_on and not interpret.is_interpreting():
         plgpu.griddepcontrol_wait()
+
+
+def overlapping(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's body, begun early; all of it is behind the wait."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        let_next_begin()
+        wait()
+        return body(*args, **kwargs)
+
+    return run

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw
+from pallas_kernels._common import hw, overlap
 from pallas_kernels._common.matrix_rows import put_rows
 from pallas_kernels.attention import kernel_fwd as flash
 from pallas_kernels.attention import tensor_core as tc
@@ -524,7 +524,7 @@ def _parts(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
     }
     rows = plan.total_rows * plan.parts + ROWS  # they are read 64 at a time
     return flash.launch(
-        functools.partial(_decode_attention_kernel, plan=plan),
+        overlap.overlapping(functools.partial(_decode_attention_kernel, plan=plan)),
         "pk_decode_attention",
         inputs,
         {
@@ -616,7 +616,7 @@ def _join(
         _join_kernel(dict(zip(names, refs, strict=True)), plan=plan, width=width)
 
     o, lse = plgpu.kernel(
-        body,
+        overlap.overlapping(body),
         out_type=(
             jax.ShapeDtypeStruct((count * pieces, width), out_dtype),
             jax.ShapeDtypeStruct((count,), jnp.float32),

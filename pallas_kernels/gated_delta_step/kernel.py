@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw, in_place
+from pallas_kernels._common import hw, in_place, overlap
 from pallas_kernels._common.layout import split_index
 from pallas_kernels.gated_delta_step.config import (
     BARRIER_BYTES,
@@ -596,7 +596,7 @@ def launch(
         pl.when(warpgroup == config.warpgroups)(ahead)
 
     kernel = plgpu.kernel(
-        body,
+        overlap.overlapping(body),
         out_type=jax.ShapeDtypeStruct(inputs["z"].shape, plan.dtype),
         grid=(plan.blocks,),
         grid_names=("block",),

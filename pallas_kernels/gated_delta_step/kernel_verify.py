@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import in_place
+from pallas_kernels._common import in_place, overlap
 from pallas_kernels._common.layout import split_index
 from pallas_kernels.gated_delta_step import kernel as step
 from pallas_kernels.gated_delta_step.config import HEAD_DIM, Config
@@ -226,7 +226,7 @@ def _kernel(
         body(dict(zip(names, refs, strict=True)), shared, plan=plan)
 
     return plgpu.kernel(
-        run,
+        overlap.overlapping(run),
         out_type=outs,
         grid=(plan.batch * plan.value_heads,),
         grid_names=("block",),

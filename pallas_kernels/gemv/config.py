@@ -30,14 +30,15 @@ class Config:
       warpgroups: of a block, which share the rows.
       paired: whether a burst comes in two halves, of which one is on its way while the
         other is added up.
-      overlaps: whether a launch begins while the one in front of it ends.
+      ring: bursts that are on their way to shared memory; with 0 a burst comes straight
+        into registers.
     """
 
     columns: int = 16
     burst: int = 16
     warpgroups: int = 1
     paired: bool = False
-    overlaps: bool = False
+    ring: int = 0
 
     def __post_init__(self):
         if self.columns not in COLUMNS:
@@ -48,6 +49,11 @@ class Config:
             raise ValueError(
                 f"warpgroups={self.warpgroups}, allowed are "
                 f"{', '.join(map(str, WARPGROUPS))}"
+            )
+        if self.ring < 0 or (self.ring and self.paired):
+            raise ValueError(
+                f"ring={self.ring} with paired={self.paired}, allowed are numbers from "
+                "0 on, and 0 alone with pairs"
             )
         if self.burst < 1 + self.paired:
             least = "numbers from 2 on" if self.paired else "positive numbers"

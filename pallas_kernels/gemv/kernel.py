@@ -71,11 +71,10 @@ class Plan:
 
 def _vector(plan: Plan, refs: dict[str, Any], at: jax.Array, where: Any) -> Any:
     """Of each row of x the values at `at`, without and with the norm's scale."""
-    # What another launch may have written as this one began is no constant.
-    cached = not plan.config.overlaps
 
     def read(ref, *index):
-        found = indexed.take(ref, (*index, at), where=where, cached=cached)
+        # What another launch may write as this one begins is no constant.
+        found = indexed.take(ref, (*index, at), where=where, cached=False)
         return found.astype(jnp.float32)
 
     plain = [read(refs["x"], indexed.everywhere(m)) for m in range(plan.rows)]
@@ -121,15 +120,17 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
         parts, places = ask(begin, steps, whole)
         return parts, values(places)
 
-    def load_first(*args):
-        """Of a launch that overlaps the one in front: x is what that one writes."""
-        if not plan.config.overlaps:
-            return load(0, *args)
+    def begin_reading(ask):
+        """Asks for weights, and waits for the launch in front, which writes x."""
         if not plan.at_rest:
             overlap.wait()
-        parts, places = ask(0, *args)
+        asked = ask()
         if plan.at_rest:
             overlap.wait()
+        return asked
+
+    def load_first(*args):
+        parts, places = begin_reading(lambda: ask(0, *args))
         return parts, values(places)
 
     def add(carry, loaded):
@@ -144,9 +145,61 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
                     squares[m] = squares[m] + plain[m] * plain[m]
         return tuple(sums), tuple(squares)
 
+    def through_ring(carry):
+        """Bursts come to places in shared memory, each thread's its own."""
+        number_of = -(-plan.depth // burst)
+        ring, count = min(plan.config.ring, number_of), len(weights)
+
+        def place(i, s, n):
+            """Of a burst, a step of it and a weight; and of this warpgroup."""
+            turn = lax.rem(i, jnp.int32(ring))
+            return (turn * steps + s) * count + n, wg * WARPGROUP
+
+        def rows(i):
+            begin = i * burst + wg * (steps * step)
+            return [number + (begin + s * step) for s in range(steps)]
+
+        def inside(at):
+            return jnp.minimum(at, plan.depth - 1)
+
+        def ask(i):
+            for s, at in enumerate(rows(i)):
+                index = inside(at), column
+                for n, w in enumerate(weights):
+                    slot = place(i, s, n)
+                    indexed.copy(w, index, refs["ring"], slot, at < plan.depth)
+            indexed.commit_copies()
+
+        def ask_first():
+            for i in range(ring):
+                ask(jnp.int32(i))
+
+        def turn(i, carry):
+            ats, vectors = rows(i), []
+            for at in ats:
+                found = _vector(plan, refs, inside(at), None)
+                if plan.depth % burst:  # a select, where `take` would branch
+                    found = [
+                        [jnp.where(at < plan.depth, x, 0.0) for x in xs] for xs in found
+                    ]
+                vectors.append(found)
+            indexed.await_copies(ring - 1)
+            parts = [
+                [indexed.copied(refs["ring"], place(i, s, n)) for n in range(count)]
+                for s in range(steps)
+            ]
+            carry = add(carry, (parts, vectors))
+            ask(i + ring)
+            return carry
+
+        begin_reading(ask_first)
+        return lax.fori_loop(0, number_of, turn, carry)
+
     together = plan.config.warpgroups * step
     steps = plan.config.burst // 2 if plan.config.paired else plan.config.burst
     burst = steps * together
+    if plan.config.ring:
+        return through_ring((tuple(sums), tuple(squares)))
     full, carry = plan.depth // burst, (tuple(sums), tuple(squares))
     left = plan.depth - full * burst
     last = -(-left // together), left % together == 0
@@ -245,23 +298,23 @@ def _write(
             y = y / (1.0 + jnp.exp(-y)) * products[1]
         index = (indexed.everywhere(m), column)
         if plan.adds:
-            cached = not plan.config.overlaps
             kept = indexed.take(
-                refs["residual"], index, PIECE, where=where, cached=cached
+                refs["residual"], index, PIECE, where=where, cached=False
             )
             y = y + kept.astype(jnp.float32)
         indexed.put(out, index, y.astype(out.dtype), where)
 
 
 def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
-    arrays, rest = args[: len(names)], args[len(names) :]
-    *outs, shared, barrier = rest if plan.config.warpgroups > 1 else (*rest, None)
+    arrays, rest = args[: len(names)], list(args[len(names) :])
     refs = dict(zip(names, arrays, strict=True))
+    if plan.config.ring:
+        refs["ring"] = rest.pop()
+    *outs, shared, barrier = rest if plan.config.warpgroups > 1 else (*rest, None)
     ahead = [ref for name, ref in refs.items() if name.startswith("ahead")]
     block, before = lax.axis_index("block"), 0
     each = 2 if plan.gated else 1
-    if plan.config.overlaps:
-        overlap.let_next_begin()
+    overlap.let_next_begin()
     for i, (count, columns) in enumerate(zip(plan.blocks, plan.strips, strict=True)):
         weights = [refs[f"w{i * each + k}"] for k in range(each)]
 
@@ -299,6 +352,10 @@ def _launch(
     if config.warpgroups > 1:
         scratch.append(plgpu.Barrier(num_arrivals=config.warpgroups))
         threads = {"num_threads": config.warpgroups, "thread_name": "warpgroup"}
+    if config.ring:
+        places = config.ring * config.burst * (2 if plan.gated else 1)
+        ring = (places, config.warpgroups * WARPGROUP, PIECE)
+        scratch.append(plgpu.SMEM(ring, inputs["x"].dtype))
     body: Any = functools.partial(_gemv_kernel, plan=plan, names=tuple(inputs))
     return tuple(
         plgpu.kernel(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import indexed
+from pallas_kernels._common import indexed, overlap
 from pallas_kernels._common.pieces import WARPGROUP
 from pallas_kernels.attention import tensor_core as tc
 from pallas_kernels.gemv.config import PIECE, Config, strip
@@ -85,7 +85,9 @@ def _expert_kernel(*args, plan: Plan, names: tuple[str, ...]):
             for at, where in zip(ats, wheres, strict=True)
         ]
         values = [
-            indexed.take(refs["x"], (row, at), where=where).astype(jnp.float32)
+            indexed.take(refs["x"], (row, at), where=where, cached=False).astype(
+                jnp.float32
+            )
             for at, where in zip(ats, wheres, strict=True)
         ]
         weight = refs["weights"][result, visit]
@@ -159,6 +161,7 @@ def expert_gemv(plan: Plan, out_dtype: Any, inputs: dict[str, jax.Array]) -> jax
     warpgroups = plan.config.warpgroups
     places = 2 if plan.gated else 1
     body: Any = functools.partial(_expert_kernel, plan=plan, names=tuple(inputs))
+    body = overlap.overlapping(body)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((plan.results, plan.width), out_dtype),
