@@ -119,11 +119,15 @@ def dispatch_rows(
     rivals = {f"sort {i}": moe_rivals.sort(sizes, i) for i in implementations}
     rivals["one_hot"] = moe_rivals.one_hot(sizes, capacity)
     rivals["loop"] = moe_rivals.loop(sizes)
+    if moe_rivals.has_visits(sizes) and "mosaic" in implementations:
+        rivals["visits"] = moe_rivals.visits(sizes, "mosaic")
     for direction in directions:
         backward = direction != "fwd"
         wrap = moe_rivals.with_gradients if backward else moe_rivals.only_forward
         first: float | None = None
         for name, rival in rivals.items():
+            if backward and name == "visits":
+                continue
             is_own = name.startswith("sort")
             slack = 1.0 if is_own else moe_rivals.RIVAL_SLACK
             check = functools.partial(moe_rivals.wrong, want=want, slack=slack)

@@ -8,11 +8,13 @@ the fields of `ExpertWeights` that there are:
 - "one_hot": a table [tokens, experts, places] says who sits where, and two einsums with
   it move the tokens (Lepikhin et al., GShard, arXiv 2006.16668). Memory grows with it.
 - "sort": this project's, one sort and grouped products.
+- "visits": of a handful of tokens, forward only: each reads the experts it visits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
 from jaxaccel.nn.mlp import clamped_swiglu, relu2, swiglu
 from pallas_kernels._common.bench import assert_close_on_device
+from pallas_kernels.gemv import MAX_ROWS, expert_gemv
 from pallas_kernels.sort_dispatch import sort_dispatch
 
 
@@ -196,6 +199,24 @@ def sort(sizes: Sizes, implementation: Any, dispatch: Any = None) -> Rival:
     def run(h, weights, ids, *experts):
         plan = sort_dispatch(ids, sizes.experts, implementation=dispatch)
         return routed_experts(ops, h, weights, plan, ExpertWeights(*experts))
+
+    return run
+
+
+def has_visits(sizes: Sizes) -> bool:
+    """Whether `visits` can run a workload, without gradients."""
+    is_plain = not sizes.use_bias and sizes.swiglu_limit is None
+    return is_plain and sizes.tokens <= MAX_ROWS
+
+
+def visits(sizes: Sizes, implementation: Any) -> Rival:
+    """See the module; an implementation of `expert_gemv`."""
+    activation: Any = sizes.activation
+    op = functools.partial(expert_gemv, implementation=implementation)
+
+    def run(h, weights, ids, w_in, w_out):
+        hidden = op(h, w_in, ids.reshape(-1, 1), activation=activation)
+        return op(hidden, w_out, ids, weights=weights.astype(jnp.float32))
 
     return run
 

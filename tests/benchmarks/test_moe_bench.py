@@ -96,6 +96,18 @@ def test_dispatch_has_no_speed_for_a_wrong_result(monkeypatch, tmp_path):
     assert [row["ratio"] for row in rows.values()] == [1.0, None, 1.0]
 
 
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_few_tokens_visit_their_experts(activation):
+    sizes = moe_rivals.Sizes(
+        tokens=3, slots=2, experts=5, width=8, d_ff=16, activation=activation
+    )
+    assert moe_rivals.has_visits(sizes)
+    assert not moe_rivals.has_visits(dataclasses.replace(sizes, tokens=5))
+    args = sizes.arguments()
+    got = moe_rivals.only_forward(moe_rivals.visits(sizes, "reference"))(*args)
+    assert moe_rivals.wrong(got, moe_rivals.expected(sizes, args)) is None
+
+
 def test_an_expert_alone_can_be_wrong():
     want = tuple(np.ones((4, 3, 3), np.float32) for _ in moe_rivals.RESULTS)
     got = [jnp.asarray(a) for a in want]

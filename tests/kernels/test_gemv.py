@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gemv
-from pallas_kernels._common import hw, indexed
+from pallas_kernels._common import hw, indexed, overlap
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gemv import api, config, specs
@@ -68,11 +68,16 @@ def test_every_form_is_the_reference(name):
         Config(columns=64, burst=2, warpgroups=2),
         Config(columns=16, burst=5, warpgroups=2, paired=True),
         Config(columns=64, burst=2, paired=True),
+        Config(columns=16, burst=2, warpgroups=2, ring=2),
+        Config(columns=64, burst=1, warpgroups=4, ring=9),
     ],
     ids=str,
 )
 def test_the_division_does_not_matter(change):
-    """Bursts in a loop, one that is no whole, and strips narrower than asked for."""
+    """Bursts in a loop, one that is no whole, and strips narrower than asked for.
+
+    And rings of fewer bursts than there are, and of more.
+    """
     spec = dataclasses.replace(CI["ci_layer"], depth=420, widths=(128, 40))
     spec = dataclasses.replace(spec, wide=2)
     args = arguments(spec)
@@ -136,6 +141,31 @@ def test_the_kernel_asks_for_what_is_fetched_ahead():
 
     assert "cp.async.bulk.prefetch.L2" in text(ahead)
     assert "cp.async.bulk.prefetch.L2" not in text()
+
+
+def test_a_launch_asks_for_weights_at_rest_before_it_waits():
+    spec = CI["ci_down"]
+    args = jax.eval_shape(spec.arguments, jax.random.key(0))
+
+    def text(op, **options):
+        op = functools.partial(op, implementation="mosaic", **options)
+        with hw.assume():
+            traced = jax.jit(specs.run(spec, op)).trace(*args)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    ring = {"config": Config(columns=8, burst=3, ring=2)}
+    for options, first in (
+        ({}, "griddepcontrol.wait"),
+        ({"at_rest": True}, "cp.async.cg"),
+        ({"at_rest": False}, "griddepcontrol.wait"),
+    ):
+        found = text(gemv, **ring, **options)
+        assert found.index("griddepcontrol.launch_dependents") < found.index(first)
+        other = ({"griddepcontrol.wait", "cp.async.cg"} - {first}).pop()
+        assert found.index(first) < found.index(other)
+    with overlap.one_by_one():
+        assert "griddepcontrol" not in text(gemv, config=Config(columns=8, burst=7))
+    assert "griddepcontrol" in text(gemv, config=Config(columns=8, burst=9))
 
 
 def test_a_row_knows_nothing_of_the_others():
@@ -255,6 +285,8 @@ def test_limits_are_named():
         ({"burst": 0}, "burst=0"),
         ({"burst": 1, "paired": True}, "burst=1, allowed are numbers from 2 on"),
         ({"warpgroups": 3}, "warpgroups=3, allowed are 1, 2, 4"),
+        ({"ring": -1}, "ring=-1 with paired=False"),
+        ({"ring": 2, "burst": 2, "paired": True}, "ring=2 with paired=True"),
     ):
         with pytest.raises(ValueError, match=text):
             Config(**change)
