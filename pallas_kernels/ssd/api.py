@@ -154,8 +154,8 @@ def ssd(
 
     Raises:
       ValueError: a shape, dtype, limit or chunk size is not allowed, both `is_first`
-        and `starts` are given, or `config` has more segments than rows have spans of
-        128 tokens or comes with a name other than "mosaic".
+        and `starts` are given, or `config` has more segments than rows have chunks of
+        64 tokens or comes with a name other than "mosaic".
       NotImplementedError: the named implementation cannot run this call.
 
     Source: Transformers are SSMs (arXiv 2405.21060), sections 5 and 6.

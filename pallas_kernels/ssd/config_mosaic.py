@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels._common import hw
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, Keep
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
 
 
 HEAD_DIM = 64  # V, rows of a state and of a wgmma
 STATE_DIM = 128  # N
 HEADS = 2  # of one group that a block carries, a warpgroup each
 HEAD_TILE = 64  # heads that `kernel_prepare` has at a time
-SPAN = 2  # chunks that the length of a row is a multiple of
-CHUNK_SIZES = (CHUNK, SPAN * CHUNK)  # that a caller may ask for
+CHUNK_SIZES = (CHUNK, 2 * CHUNK)  # that a caller may ask for
 STATE_SHAPE = (HEAD_DIM, STATE_DIM)
 # Registers per thread of the warpgroups of a block that carries states.
 REGISTERS = (184, 184, 120, 24)
@@ -28,33 +27,22 @@ class Config:
 
     Attributes:
       segments: stretches of time of each row that run side by side; `None` lets
-        `plan_segments` choose. One that does not divide a row's spans of 128 tokens
+        `plan_segments` choose. One that does not divide a row's chunks of 64 tokens
         pads them, at the price of copies. A state that crosses from one segment to the
         next is rounded otherwise than inside one, so with more than one, a document's
         bits depend on where the borders fall.
       stages: chunks in shared memory at a time in the forward kernel, 2 or 3; changes
-        no result. 2 where it keeps states.
-      keep: what the forward keeps for the gradient. "states" are those that enter each
-        span of chunks, in 16 bits, as many bytes as x for spans of two; with "inputs"
-        the backward computes them again. They are the same.
-      span: chunks, 1 or 2, from one state to the next that the gradient kernels hand
-        each other. Of two, they take a state through one of them once more.
+        no result. 2 where it keeps states for the gradient.
     """
 
     segments: int | None = None
     stages: int = 3
-    keep: Keep = "states"
-    span: int = SPAN
 
     def __post_init__(self):
         if self.segments is not None and self.segments < 1:
             raise ValueError(f"segments={self.segments}, allowed are >= 1 and None")
         if self.stages not in (2, 3):
             raise ValueError(f"stages={self.stages}, allowed are (2, 3)")
-        if self.keep not in get_args(Keep):
-            raise ValueError(f"keep={self.keep!r}, allowed are {get_args(Keep)}")
-        if self.span not in (1, SPAN):
-            raise ValueError(f"span={self.span}, allowed are (1, {SPAN})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +50,9 @@ class Shapes:
     """Sizes of one call; V is 64 and N is 128.
 
     Attributes:
-      batch, time, heads, groups: B, T, H, G; T is a multiple of 128.
+      batch, time, heads, groups: B, T, H, G; T is a multiple of 64.
       dtype: of x, b, c and y.
       segments: neighbouring rows that are one row of the caller's, cut in time.
-      span: as for `Config`.
       backward: whether these are kernels of the gradient. There a warpgroup computes
         beside its products what does not wait for them, and the compiler puts no
         barrier before and after each write to memory. No write needs one: `commit_smem`
@@ -79,16 +66,11 @@ class Shapes:
     groups: int
     dtype: Any
     segments: int = 1
-    span: int = SPAN
     backward: bool = False
 
     @property
     def chunks(self) -> int:
         return self.time // CHUNK
-
-    @property
-    def spans(self) -> int:
-        return self.chunks // SPAN
 
     @property
     def group(self) -> int:
@@ -114,10 +96,9 @@ class Shapes:
 def shapes_of(x: Any, b: Any) -> Shapes:
     """Sizes that the kernels see of x [B, T, H, V] and b [B, T, G, N]."""
     batch, time, heads, _ = x.shape
-    span = SPAN * CHUNK
     return Shapes(
         batch=batch,
-        time=-(-time // span) * span,
+        time=-(-time // CHUNK) * CHUNK,
         heads=heads,
         groups=b.shape[2],
         dtype=jnp.dtype(x.dtype),
@@ -137,7 +118,7 @@ def plan_segments(*, pairs: int, chunks: int) -> int:
     A block holds an SM for itself, so the time is the number of turns in which the
     blocks of a launch run, times the chunks of each. One segment takes one launch of
     `pairs` blocks; S of them take one of (S - 1) `pairs` that summarise and one of
-    S `pairs`. Only numbers that divide the spans of a row come into question: others
+    S `pairs`. Only numbers that divide the chunks of a row come into question: others
     would pad, which copies x, b, c and y.
 
     Args:
@@ -159,9 +140,8 @@ def plan_segments(*, pairs: int, chunks: int) -> int:
             total += _SUMMARY_SHARE * summaries * length + _LAUNCH_CHUNKS
         return total
 
-    spans = chunks // SPAN
-    most = min(spans, MAX_SEGMENTS)
-    best = min((x for x in range(1, most + 1) if spans % x == 0), key=time)
+    most = min(chunks, MAX_SEGMENTS)
+    best = min((x for x in range(1, most + 1) if chunks % x == 0), key=time)
     return best if time(best) < 0.9 * time(1) else 1
 
 

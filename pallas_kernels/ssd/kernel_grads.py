@@ -1,7 +1,7 @@
 """Mosaic GPU kernel for the gradients that need no order, a chunk of a group at a time.
 
-`kernel_bwd` wrote S at the entry and dS at the exit of each span of chunks. With M
-and G as in `kernel_pass`, a chunk's own S and dS, and rows i and columns j of [C, C]:
+The passes before wrote S at the entry of each chunk and dS at its exit. With M and G as
+in `kernel_pass`, and rows i and columns j of [C, C]:
 
     dM = dY X^T        T = sum over the group's heads of dM o G diag(s)
     dC = T B + sum over heads of diag(enter) dY S
@@ -18,15 +18,10 @@ so T is multiplied once for all heads of a group, and dB and dC are summed over 
 registers, in one fixed order. `kernel_steps` makes dg of dtotal and dexit. Z without
 its diagonal, whose row and column sums cancel, keeps dg precise under strong decay.
 
-**States inside a span** of two chunks. The first has S at hand and takes dS back
-through the second one; the second has dS and takes S on through the first one. Either
-costs a product with a chunk "beside", and halves what crosses device memory for states.
-In spans of one chunk both are at hand.
-
 **Who works.** Blocks stay and work through chunk after chunk. Two warpgroups have half
-of the N columns each, of S, dS, B, C, dB and dC, and move the states. A third has what
-is summed over pairs of tokens, and adds to it sums per token that the two leave in a
-table. The fourth copies ahead, also into the next chunk.
+of the N columns each, of S, dS, B, C, dB and dC. A third has what is summed over pairs
+of tokens, and adds to it sums per token that the two leave in a table. The fourth
+copies ahead, also into the next chunk.
 """
 
 from __future__ import annotations
@@ -56,16 +51,12 @@ REGISTERS = (160, 160, 168, 24)
 KEYS = ("b", "c")
 VALUES = ("x", "dy")
 EDGES = ("states", "d_states")
-HERE, BESIDE = 0, 1  # places of gates
 # Rows of the table of sums per token, one for each warpgroup with columns, and one of
 # the third one's own.
 TOTAL, EXIT, STEP, TO_STEPS = 0, 2, 4, 6
 SUMS = 7
-
-
-def _head_copies(shapes: Shapes) -> int:
-    """For a head: values and gates, halves of two states; values and gates beside."""
-    return len(VALUES) + 1 + 2 * len(EDGES) + (2 if shapes.span > 1 else 0)
+# For a head: values and gates, halves of two states.
+HEAD_COPIES = len(VALUES) + 1 + 2 * len(EDGES)
 
 
 def _blocks(shapes: Shapes) -> int:
@@ -81,17 +72,9 @@ class _Turn:
         block = turn * blocks + lax.axis_index("block")
         self.token_chunk, self.group = tc.split_index(block, shapes.groups)
         self.row, self.chunk = tc.split_index(self.token_chunk, shapes.chunks)
-        self.span, self.is_second = tc.split_index(self.chunk, shapes.span)
         self.tokens = pl.ds(self.token_chunk * CHUNK, CHUNK)
         self.inside = pl.ds(self.chunk * CHUNK, CHUNK)
         self.shapes = shapes
-
-    def beside(self, chunk: jax.Array) -> jax.Array:
-        """The other chunk of the span that `chunk` is in."""
-        return chunk + 1 - 2 * self.is_second
-
-    def tokens_beside(self) -> Any:
-        return pl.ds(self.beside(self.token_chunk) * CHUNK, CHUNK)
 
     def factors(self, member: jax.Array) -> jax.Array:
         """Where a head of the group is in tables of `padded_heads`."""
@@ -112,14 +95,6 @@ def _parity(x: jax.Array) -> jax.Array:
     return lax.rem(x, jnp.int32(2))
 
 
-def _fetch_beside(place: _Turn, sources: Any, names: Any, to: Any) -> None:
-    """Calls `to` with the tokens' array: the first of `names` from the chunk before for
-    the second chunk of a span, the second from the chunk after for the first one."""
-    before, after = (sources[name] for name in names)
-    pl.when(place.is_second == 1)(lambda: to(before))
-    pl.when(place.is_second == 0)(lambda: to(after))
-
-
 def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
     """Copies ahead of the others, as far as there is room."""
 
@@ -137,21 +112,6 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
                 smem["keys_full"].at[slot],
             )
 
-    def fetch_keys_beside(place, turn):
-        @pl.when(turn >= 1)
-        def _():
-            plgpu.barrier_wait(smem["beside_free"])
-
-        def copy(source):
-            for half in range(2):
-                plgpu.copy_gmem_to_smem(
-                    source.at[place.tokens_beside(), place.group, _half(half)],
-                    smem["keys_beside"].at[half],
-                    smem["beside_full"],
-                )
-
-        _fetch_beside(place, sources, KEYS, copy)
-
     def head_step(place, turn, member, carry):
         head, item = place.head(member)
         count = turn * shapes.group + member
@@ -162,40 +122,18 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
         def _():
             plgpu.barrier_wait(smem["free"].at[slot])
 
-        gates = smem["gates"].at[slot]
-        factors = place.factors(member)
-        chunks = [place.chunk]
-        if shapes.span > 1:
-            chunks.append(place.beside(place.chunk))
-        for at, chunk in enumerate(chunks):  # HERE, BESIDE
-            plgpu.copy_gmem_to_smem(
-                sources["gates"].at[factors, chunk], gates.at[at], full
-            )
+        gates = sources["gates"].at[place.factors(member), place.chunk]
+        plgpu.copy_gmem_to_smem(gates, smem["gates"].at[slot], full)
         for (i, name), half in itertools.product(enumerate(EDGES), range(2)):
             plgpu.copy_gmem_to_smem(
-                sources[name].at[item, place.span, :, _half(half)],
+                sources[name].at[item, place.chunk, :, _half(half)],
                 smem["edges"].at[slot, i, half],
                 full,
-            )
-        if shapes.span > 1:
-            _fetch_beside(
-                place,
-                sources,
-                VALUES,
-                lambda source: plgpu.copy_gmem_to_smem(
-                    source.at[place.tokens_beside(), head],
-                    smem["values_beside"].at[slot],
-                    full,
-                ),
             )
         for name in VALUES:
             plgpu.copy_gmem_to_smem(
                 sources[name].at[place.tokens, head], smem[name].at[slot], full
             )
-
-        if shapes.span > 1:
-            # Behind the first head, which need not wait for the end of the turn before.
-            pl.when(member == 0)(lambda: fetch_keys_beside(place, turn))
         return carry
 
     def turn_step(turn, carry):
@@ -209,37 +147,12 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
     # Every arrival must be waited for before the block ends; heads are even in number.
     for slot in range(2):
         plgpu.barrier_wait(smem["free"].at[slot])
-    if shapes.span > 1:
-        plgpu.barrier_wait(smem["beside_free"])
 
     @pl.when(turns >= 2)
     def _():
         plgpu.barrier_wait(smem["keys_free"].at[_parity(turns)])
 
     plgpu.barrier_wait(smem["keys_free"].at[_parity(turns + 1)])
-
-
-def _move_state(place: _Turn, slot: Any, columns: Any, dtype: Any) -> None:
-    """Takes S on through the chunk before, or dS back through the one after.
-
-    Args:
-      place: of the chunk.
-      slot: "edges", "gates", "values_beside" of the head and "keys_beside".
-      columns: which half of the N columns.
-      dtype: of the operands.
-    """
-    gates = slot["gates"].at[BESIDE]
-    enter, leave, step = (
-        tc.load(gates.at[x], tc.PER_COLUMN) for x in (Gate.ENTER, Gate.LEAVE, Gate.BETA)
-    )
-    factor = jnp.where(place.is_second == 1, leave * step, enter)
-    weighed = tc.load(slot["values_beside"].T).astype(jnp.float32)
-    weighed = (weighed * tc.per_column(factor, SQUARE)).astype(dtype)
-    edge = slot["edges"].at[1 - place.is_second, columns]
-    kept = tc.load(edge).astype(jnp.float32) * gates[Gate.ENTER, CHUNK - 1]
-    moved = tc.mma((weighed, slot["keys_beside"].at[columns]), init=kept)
-    edge[...] = moved.astype(dtype)
-    plgpu.commit_smem()
 
 
 def _head_columns(
@@ -262,7 +175,7 @@ def _head_columns(
       `sums` with this head's terms.
     """
     db, dc = sums
-    gates = slot["gates"].at[HERE]
+    gates = slot["gates"]
     state, d_state = (slot["edges"].at[i, columns] for i in range(2))
 
     def products_of_states():
@@ -306,15 +219,6 @@ def _columns(
         plgpu.barrier_wait(smem["full"].at[at])
         slot = {name: smem[name].at[at] for name in (*VALUES, "gates", "edges")}
         slot |= {name: smem[name].at[_parity(turn)] for name in KEYS}
-        if shapes.span > 1:
-            slot["values_beside"] = smem["values_beside"].at[at]
-            slot["keys_beside"] = smem["keys_beside"]
-
-            @pl.when(member == 0)
-            def _():
-                plgpu.barrier_wait(smem["beside_full"])
-
-            _move_state(place, slot, columns, shapes.dtype)
         sums = _head_columns(shapes, slot, smem["sums"].at[at], columns, sums)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["summed"].at[at])
@@ -326,8 +230,6 @@ def _columns(
         plgpu.barrier_wait(smem["keys_full"].at[slot])
         step = functools.partial(head_step, place, turn)
         db, dc = lax.fori_loop(0, shapes.group, step, (zeros, zeros))
-        if shapes.span > 1:
-            plgpu.barrier_arrive(smem["beside_free"])
         b, c = (smem[name].at[slot, columns] for name in KEYS)
         plgpu.barrier_wait(smem["pairs_full"])
         dc, db = tc.mma_onto((dc, (smem["pairs"], b)), (db, (smem["pairs"].T, c)))
@@ -367,7 +269,7 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
         pairs, own_pairs = carry
         at = _parity(turn * shapes.group + member)
         plgpu.barrier_wait(smem["full"].at[at])
-        gates, table = smem["gates"].at[at, HERE], smem["sums"].at[at]
+        gates, table = smem["gates"].at[at], smem["sums"].at[at]
         item = place.factors(member)
 
         def write(name, value):
@@ -456,25 +358,16 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
     def tiles(*shape: int) -> Any:
         return tc.operand(*shape, *SQUARE, dtype=shapes.dtype)
 
-    beside = {}
-    if shapes.span > 1:
-        beside = {
-            "keys_beside": tiles(2),
-            "values_beside": tiles(2),
-            "beside_full": plgpu.Barrier(num_arrivals=2),
-            "beside_free": plgpu.Barrier(num_arrivals=2),
-        }
     return {
-        **beside,
         **dict.fromkeys(KEYS, tiles(2, 2)),
         **dict.fromkeys(VALUES, tiles(2)),
         "edges": tiles(2, len(EDGES), 2),
         "pairs": tiles(),
-        "gates": plgpu.SMEM((2, shapes.span, len(Gate), CHUNK), jnp.float32),
+        "gates": plgpu.SMEM((2, len(Gate), CHUNK), jnp.float32),
         "sums": plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
         "keys_full": plgpu.Barrier(num_arrivals=2 * len(KEYS), num_barriers=2),
         "keys_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        "full": plgpu.Barrier(num_arrivals=_head_copies(shapes), num_barriers=2),
+        "full": plgpu.Barrier(num_arrivals=HEAD_COPIES, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "summed": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "pairs_full": plgpu.Barrier(num_arrivals=1),
@@ -490,7 +383,7 @@ def chunk_grads(shapes: Shapes, sources: dict[str, jax.Array]) -> dict[str, jax.
     Args:
       shapes: sizes of the call.
       sources: b, c [B T, G, N]; x, dy [B T, H, V]; states, d_states
-        of `span_states`; gates f32[B H', T / C, len(Gate), C].
+        of `chunk_states`; gates f32[B H', T / C, len(Gate), C].
 
     Returns:
       db, dc like b; and f32[B H', T]: dstep; "d_total" and "exits", gradients of the

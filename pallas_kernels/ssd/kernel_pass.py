@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -66,9 +66,6 @@ def beside(shapes: Shapes, work: Callable[[], Any], *pairs: Any) -> tuple[Any, A
 
 GROUPED = ("b", "c")  # sources that the heads of a group share
 STAGES = 2  # of kernels that write states as well
-# The fewest copies that arrive, without an output: values and gates of each head, and
-# what the values are written along.
-PLAIN_COPIES = 2 * HEADS + 1
 
 
 def _entering(gates: Any) -> jax.Array:
@@ -385,12 +382,12 @@ def run_block(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copies(names: Iterable[str]) -> int:
+def _copies(names: Collection[str]) -> int:
     return sum(1 if name in GROUPED else HEADS for name in names)
 
 
 def ring_scratch(
-    shapes: Shapes, names: Iterable[str], stages: int, *, output: bool
+    shapes: Shapes, names: Collection[str], stages: int, *, output: bool
 ) -> dict[str, Any]:
     """Shared memory of a ring of the sources `names`, and its barriers."""
     operand = functools.partial(tc.operand, stages, dtype=shapes.dtype)
@@ -406,38 +403,50 @@ def ring_scratch(
     if output:
         ring["scores"] = operand(HEADS, *SQUARE)
         ring["mixed"] = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
-    return ring | barriers(_copies(ring.keys() & places.keys()), stages, output=output)
+    copies, readers = _copies(names), HEADS + output
+    ring["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    ring["free"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+    return ring
 
 
-def barriers(copies: int, stages: int, *, output: bool) -> dict[str, Any]:
-    """Those of a ring in which so many copies arrive."""
-    return {
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=HEADS + output, num_barriers=stages),
-    }
+def staging_scratch(shapes: Shapes, *, states: bool) -> dict[str, Any]:
+    """Shared memory that `store` sends its arguments through."""
+    operand = functools.partial(tc.operand, HEADS, dtype=shapes.dtype)
+    staging = {"out": operand(CHUNK, HEAD_DIM)}
+    return staging | ({"states": operand(*STATE_SHAPE)} if states else {})
 
 
-def store_state(
-    place: Place, staging: Any, out_ref: Any, head: Any, chunk: Any, state: jax.Array
+def store(
+    place: Place,
+    staging: dict[str, Any],
+    refs: Sequence[Any],
+    head: jax.Array,
+    chunk: jax.Array,
+    state: jax.Array,
+    out: jax.Array,
 ) -> None:
-    """Sends the state of a span through `staging` to `span_states`."""
-    staging.at[head][...] = state
+    """Sends what `_state_pass` gives in a chunk to device memory.
+
+    Args:
+      place: of the block.
+      staging: as `staging_scratch` makes it.
+      refs: [B T, H, V] for Y or dX, and `chunk_states` where states are kept.
+      head: of the block.
+      chunk: its index.
+      state: before it, f16 or bf16.
+      out: Y^T or dX^T f32[V, C].
+    """
+    out_ref, *states_ref = refs
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    tc.store_transposed(staging["out"].at[head], out.astype(place.shapes.dtype))
+    if states_ref:
+        staging["states"].at[head][...] = state
     plgpu.commit_smem()
-    span = jnp.int32(place.shapes.span)
-    to = out_ref.at[place.item(head), lax.div(chunk, span)]
-    plgpu.copy_smem_to_gmem(staging.at[head], to)
-
-
-def in_span(shapes: Shapes, chunk: jax.Array) -> jax.Array:
-    """Which of its span a chunk is."""
-    return lax.rem(chunk, jnp.int32(shapes.span))
-
-
-def store_output(staging: Any, out_ref: Any, out: jax.Array, dtype: Any) -> None:
-    """Sends Y^T or dX^T of a chunk through `staging` to [C, V] in device memory."""
-    tc.store_transposed(staging, out.astype(dtype))
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging, out_ref)
+    to = out_ref.at[place.tokens(chunk), place.head(head)]
+    plgpu.copy_smem_to_gmem(staging["out"].at[head], to)
+    if states_ref:
+        to = states_ref[0].at[place.item(head), chunk]
+        plgpu.copy_smem_to_gmem(staging["states"].at[head], to)
 
 
 def starts_of(shapes: Shapes) -> int:
@@ -451,16 +460,6 @@ def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, stages):
     starts, (out_ref, last_ref, *states) = refs[:count], refs[count:]
     place = Place(shapes, lax.axis_index("item"))
 
-    def emit(head, chunk, before, out):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        to = out_ref.at[place.tokens(chunk), place.head(head)]
-        store_output(staging["out"].at[head], to, out, shapes.dtype)
-        if states:
-
-            @pl.when(in_span(shapes, chunk) == 0)
-            def _():
-                store_state(place, staging["states"], states[0], head, chunk, before)
-
     def end(head, state, left):
         del left
         place.write_end(last_ref, head, state, shapes.segments - 1)
@@ -472,16 +471,16 @@ def _fwd_kernel(sources, skip_ref, *refs, ring, staging, shapes, stages):
         ring,
         place,
         initial=functools.partial(place.entering, FORWARD, starts),
-        emit=emit,
+        emit=functools.partial(store, place, staging, (out_ref, *states)),
         end=end,
         skip_ref=skip_ref,
         stages=stages,
     )
 
 
-def span_states(shapes: Shapes) -> jax.ShapeDtypeStruct:
-    """One state for each span of chunks."""
-    shape = (shapes.items, shapes.chunks // shapes.span, *STATE_SHAPE)
+def chunk_states(shapes: Shapes) -> jax.ShapeDtypeStruct:
+    """One state for each chunk."""
+    shape = (shapes.items, shapes.chunks, *STATE_SHAPE)
     return jax.ShapeDtypeStruct(shape, shapes.dtype)
 
 
@@ -508,14 +507,10 @@ def chunk_fwd(
 
     Returns:
       y [B T, H, V] of x's dtype, final state f32[B H, V, N] of the caller's rows, and
-      with `keeps` `span_states`, at the entry of each span.
+      with `keeps` `chunk_states`, at the entry of each chunk.
     """
     sources = FORWARD.sources(sources, output=True)
     stages = STAGES if keeps else config.stages
-    operand = functools.partial(tc.operand, HEADS, dtype=shapes.dtype)
-    staging = {"out": operand(CHUNK, HEAD_DIM)}
-    if keeps:
-        staging["states"] = operand(*STATE_SHAPE)
     return launch(
         functools.partial(_fwd_kernel, shapes=shapes, stages=stages),
         "pk_ssd_fwd",
@@ -527,11 +522,11 @@ def chunk_fwd(
             jax.ShapeDtypeStruct(
                 (shapes.items // shapes.segments, *STATE_SHAPE), jnp.float32
             ),
-            *([span_states(shapes)] if keeps else []),
+            *([chunk_states(shapes)] if keeps else []),
         ),
         scratch={
             "ring": ring_scratch(shapes, sources, stages, output=True),
-            "staging": staging,
+            "staging": staging_scratch(shapes, states=keeps),
         },
     )
 

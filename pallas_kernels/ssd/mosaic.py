@@ -14,7 +14,6 @@ from pallas_kernels.gated_delta_rule import tables
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY
 from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
 from pallas_kernels.ssd.config_mosaic import (
-    SPAN,
     Config,
     Shapes,
     plan_segments,
@@ -55,34 +54,40 @@ def _starts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rule(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
-    # Nobody will ask for what the gradient wants.
-    config = dataclasses.replace(config, keep="inputs")
-    return _rule_forward(shapes, config, x, step, g, b, c, d, start, state)[0]
+    inputs = (x, step, g, b, c, d, start, state)
+    return _forward(shapes, config, *inputs, keeps=False)[0]
 
 
-def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
+def _forward(
+    shapes: Shapes, config: Config, x, step, g, b, c, d, start, state, *, keeps: bool
+):
+    """y and the last state, the table of factors, and with `keeps` states of chunks."""
     g2 = jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E
     gates = prepare(shapes, _table_of(shapes, g2), _table_of(shapes, step), start)
     gates = checkpoint_name(gates, "ssd_gates")
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
-    first, *ends = _starts(shapes, FORWARD, sources, _flat(state))
-    starts = (first, *(checkpoint_name(x, "ssd_segments") for x in ends))
-    keeps = config.keep == "states"
+    starts = _starts(shapes, FORWARD, sources, _flat(state))
     y, last, *kept = chunk_fwd(shapes, config, keeps, sources, d, starts)
-    states = checkpoint_name(kept[0], "ssd_states") if keeps else None
-    saved = (x, g, b, c, d, gates, starts, states)
-    return (y.reshape(x.shape), last.reshape(state.shape)), saved
+    return (y.reshape(x.shape), last.reshape(state.shape)), gates, *kept
+
+
+def _rule_forward(shapes: Shapes, config: Config, x, step, g, b, c, d, start, state):
+    inputs = (x, step, g, b, c, d, start, state)
+    results, gates, states = _forward(shapes, config, *inputs, keeps=True)
+    states = checkpoint_name(states, "ssd_states")
+    return results, (x, g, b, c, d, gates, states)
 
 
 def _rule_backward(shapes: Shapes, config: Config, saved: Any, cotangents: Any):
     del config
-    x, g, b, c, d, gates, starts, states = saved
+    x, g, b, c, d, gates, states = saved
     shapes = dataclasses.replace(shapes, backward=True)
     dy, d_last = cotangents
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "dy": _flat(dy)}
     sources["gates"] = gates
     d_starts = _starts(shapes, BACKWARD, sources, _flat(d_last))
-    between, dx, d_entries = chunk_bwd(shapes, sources, d, starts, d_starts, states)
+    d_states, dx, d_entries = chunk_bwd(shapes, sources, d, d_starts)
+    between = {"states": states, "d_states": d_states}
     grads = chunk_grads(shapes, sources | between)
     dstep, dg = (
         z[:, : shapes.heads].reshape(g.shape)
@@ -145,19 +150,19 @@ def ssd(
       (y [B, T, H, V] of x's dtype with the skip, state f32[B, H, V, N]).
 
     Raises:
-      ValueError: `config` has more segments than the rows have spans of 128 tokens.
+      ValueError: `config` has more segments than the rows have chunks of 64 tokens.
     """
     batch, time = x.shape[:2]
     shapes = shapes_of(x, b)
     count = config.segments
     if count is None:
         count = plan_segments(pairs=shapes.pairs, chunks=shapes.chunks)
-    if count > shapes.spans:
+    if count > shapes.chunks:
         raise ValueError(
-            f"config has segments={count}, T = {time} has {shapes.spans} spans of "
-            f"{SPAN * CHUNK} tokens"
+            f"config has segments={count}, T = {time} has {shapes.chunks} chunks of "
+            f"{CHUNK} tokens"
         )
-    length = -(-shapes.spans // count) * SPAN * CHUNK
+    length = -(-shapes.chunks // count) * CHUNK
     step_decay = step * a[None, None, :]
     inputs = _padded_rows((x, step, step_decay, b, c), count * length)
     starts = tables.padded(starts, count * length, CHUNK)
@@ -169,7 +174,6 @@ def ssd(
         batch=batch * count,
         time=length,
         segments=count,
-        span=config.span,
     )
     skip = jnp.zeros((shapes.heads,), jnp.float32) if d is None else d
     *tokens, starts = rows

@@ -187,8 +187,6 @@ def minimal_flops(spec: Spec, backward: bool) -> int:
 VARIANTS: dict[str, Config] = {
     **{f"segments{count}": Config(segments=count) for count in (1, 2, 4, 8)},
     "stages2": Config(stages=2),
-    "keep_inputs": Config(keep="inputs"),
-    "span1": Config(span=1),
 }
 
 

@@ -278,7 +278,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
     "chunks, heads, groups, dtype, config",
     [
         (6, 2, 1, "float16", Config(segments=3)),
-        (2, 4, 2, "bfloat16", Config(segments=1, span=1)),
+        (2, 4, 2, "bfloat16", Config(segments=1)),
     ],
     ids=["segments", "groups"],
 )
@@ -304,13 +304,12 @@ def test_all_gradients_are_those_of_the_recurrence(
         assert_all_close([got[at][:, :, 1]], [want[at][:, :, 1]], [name])
 
 
-@pytest.mark.parametrize("keep", ["inputs", "states"])
-def test_places_of_the_rings_are_used_again(keep):
+def test_places_of_the_rings_are_used_again():
     time = 4 * CHUNK
     args = arguments(time=time)
     known = (first(1, time, (0, 70)), cotangents(args))
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        got = gradients(args, *known, "mosaic", Config(segments=1, keep=keep))
+        got = gradients(args, *known, "mosaic", Config(segments=1))
     want = gradients(exact(args), *known, "reference")
     for name, a, b in zip(NAMES, got, want, strict=True):
         # A sum over all tokens of two heads that cancels: mostly rounding in bf16.
@@ -366,16 +365,12 @@ def test_other_values_are_refused():
     with hw.assume():
         with pytest.raises(NotImplementedError, match="chunk_size = 32"):
             choose(*args[:5], chunk_size=32, implementation="mosaic")
-        with pytest.raises(ValueError, match="has segments=2, T = 64 has 1 spans"):
+        with pytest.raises(ValueError, match="has segments=2, T = 64 has 1 chunks"):
             rule(args, None, "mosaic", Config(segments=2))
     with pytest.raises(ValueError, match="segments=0"):
         Config(segments=0)
     with pytest.raises(ValueError, match="stages=4"):
         Config(stages=4)
-    with pytest.raises(ValueError, match=r"span=3, allowed are \(1, 2\)"):
-        Config(span=3)
-    with pytest.raises(ValueError, match="keep='all', allowed are"):
-        Config(keep="all")
     with pytest.raises(ValueError, match="has none"):
         choose(*args[:5], config=Config(), implementation="xla")
 
@@ -430,7 +425,7 @@ def test_layers_of_equal_sizes_share_their_kernels():
 @pytest.mark.parametrize("name", [x.name for x in specs.specs("model")])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_models_on_the_card(name, segments):
-    """Kept states are those computed again; any other bit is a race."""
+    """Any other bit in a repeat is a race."""
     (spec,) = (x for x in specs.specs("model") if x.name == name)
     args = spec.arguments(jax.random.key(0))
 
@@ -443,13 +438,10 @@ def test_models_on_the_card(name, segments):
     in_f32 = [m.astype(jnp.float32) if m.dtype == spec.dtype else m for m in args]
     want = run("reference")(*in_f32)
     names = (*NAMES[:-1], "dbias", NAMES[-1])
-    of_chunks = run("mosaic", Config(segments=segments, span=1))(*args)
-    for found in (got, of_chunks):
-        for label, a, b in zip(names, found, want, strict=True):
-            assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
-    again = run("mosaic", Config(segments=segments, keep="inputs"))
-    for call in (*[again] * 10, *[mosaic] * 100):
-        for label, a, b in zip(names, call(*args), got, strict=True):
+    for label, a, b in zip(names, got, want, strict=True):
+        assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
+    for _ in range(100):
+        for label, a, b in zip(names, mosaic(*args), got, strict=True):
             assert bool(jnp.array_equal(a, b)), label
 
 
