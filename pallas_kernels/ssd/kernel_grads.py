@@ -3,31 +3,32 @@
 The passes before wrote S at the entry of each chunk and dS at its exit. With M and G as
 in `kernel_pass`, and rows i and columns j of [C, C]:
 
-    dM = dY X^T        T = sum over the group's heads of dM o G diag(s)
-    dC = T B + sum over heads of diag(enter) dY S
-    dB = T^T C + sum over heads of diag(leave s) X dS
-    E = dM o G o C B^T
-    ds_j = sum_i E_ij + leave_j x_j . (dS b_j)            dd = trace dM
-    Z = strictLower(E diag(s))
-
-    dtotal = rowsum Z - colsum Z + rowsum(C o diag(enter) dY S)
-             - rowsum(B o diag(leave s) X dS)
+    dM = dY X^T        T = dM o G diag(s), of each head
+    dC_h = T B + diag(enter) dY S        dB_h = T^T C + diag(leave s) X dS
+    dtotal = rowsum(C o dC_h) - rowsum(B o dB_h)
     dexit = rowsum(B o diag(leave s) X dS) + across <dS, S>, a row of V in each place
+    ds = rowsum(B o dB_h) / s            dd = trace dM
 
-so T is multiplied once for all heads of a group, and dB and dC are summed over them in
-registers, in one fixed order. `kernel_steps` makes dg of dtotal and dexit. Z without
-its diagonal, whose row and column sums cancel, keeps dg precise under strong decay.
+and dC, dB are the sums of dC_h, dB_h over the heads of a group, in registers and in one
+fixed order. `kernel_steps` makes dg of dtotal and dexit.
+
+T is rounded to 16 bits, once: what of it is in both sums of dtotal cancels as it does
+without rounding. Its diagonal, which under strong decay is all of T, is in neither: it
+is kept beside T, in float32 and a number per token, and added to dB, dC and ds. A step
+of zero has ds = 0 but for the diagonal: what a step is made of has no slope there.
 
 **Who works.** Blocks stay and work through chunk after chunk. Two warpgroups have half
-of the N columns each, of S, dS, B, C, dB and dC. A third has what is summed over pairs
-of tokens, and adds to it sums per token that the two leave in a table. The fourth
-copies ahead, also into the next chunk.
+of the N columns each, of S, dS, B, C, dB and dC, and compute sums per token beside the
+products that follow. A third makes T of the next head, and ends sums per token that the
+two leave in a table. The fourth copies ahead, also into the next chunk: a head's place
+is free when half of its products are made.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,14 +48,15 @@ from pallas_kernels.ssd.kernel_pass import beside
 
 COLUMNS = STATE_DIM // 2  # of a warpgroup
 PAIRS, COPY = 2, 3  # warpgroups; those before have the columns
-REGISTERS = (160, 160, 168, 24)
+REGISTERS = (184, 184, 120, 24)
 KEYS = ("b", "c")
 VALUES = ("x", "dy")
 EDGES = ("states", "d_states")
-# Rows of the table of sums per token, one for each warpgroup with columns, and one of
-# the third one's own.
-TOTAL, EXIT, STEP, TO_STEPS = 0, 2, 4, 6
+# Rows of the table of sums per token, one for each warpgroup with columns: of C o dC_h,
+# of B o dB_h, and dexit; and the third one's, the diagonal of T, of all heads so far.
+READ, WRITTEN, EXIT, OWN = 0, 2, 4, 6
 SUMS = 7
+MIN_STEP = 1e-30  # a step below it counts as zero
 # For a head: values and gates, halves of two states.
 HEAD_COPIES = len(VALUES) + 1 + 2 * len(EDGES)
 
@@ -158,16 +160,18 @@ def _copy(shapes: Shapes, turns: jax.Array, sources: Any, smem: Any) -> None:
 def _head_columns(
     shapes: Shapes,
     slot: Any,
-    table: Any,
+    free: Callable[[], None],
+    mixed: Callable[[], None],
     columns: Any,
     sums: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds a head's terms that read S and dS, in half of the N columns.
+    """Adds a head's terms in half of the N columns.
 
     Args:
       shapes: sizes of the call.
-      slot: x, dy, edges and gates of the head; b and c.
-      table: f32[SUMS, C] in shared memory, for sums per token.
+      slot: x, dy, edges, gates, pairs and sums of the head; b and c.
+      free: gives the ring's place back.
+      mixed: waits for pairs, and for the table of two heads before to be read.
       columns: which half of the N columns.
       sums: db, dc f32[C, N / 2].
 
@@ -175,37 +179,44 @@ def _head_columns(
       `sums` with this head's terms.
     """
     db, dc = sums
-    gates = slot["gates"]
+    gates, table = slot["gates"], slot["sums"]
     state, d_state = (slot["edges"].at[i, columns] for i in range(2))
+    keys = {name: slot[name].at[columns] for name in KEYS}
+
+    def factor(gate):
+        return tc.load(gates.at[gate], tc.PER_ROW)
 
     def products_of_states():
         kept = tc.load(state).astype(jnp.float32)
         return jnp.sum(kept * tc.load(d_state).astype(jnp.float32), axis=1)
 
-    def along(read, name):
-        """Of each row of `read` its product with the row of b or c."""
-        rows = tc.load(slot[name].at[columns]).astype(jnp.float32)
-        return jnp.sum(read * rows, axis=1)
+    def along(rows, name):
+        """Of each row its product with the row of b or c."""
+        return jnp.sum(rows * tc.load(keys[name]).astype(jnp.float32), axis=1)
 
-    enter = tc.load(gates.at[Gate.ENTER], tc.PER_ROW)
-    read_state, kept = beside(shapes, products_of_states, (slot["dy"], state))
+    written, kept = beside(shapes, products_of_states, (slot["x"], d_state))
+    leave = factor(Gate.LEAVE) * factor(Gate.BETA)
+    written = written * tc.per_row(leave, SQUARE)
+    read, exits = beside(shapes, lambda: along(written, "b"), (slot["dy"], state))
+    exits = exits + kept * gates[Gate.ENTER, CHUNK - 1]
+    enter = factor(Gate.ENTER)
+    # What follows reads nothing that the ring brings for a head.
+    plgpu.commit_smem()
+    free()
+    mixed()
+    table.at[EXIT + columns][...] = exits
+    (written,) = tc.mma_onto((written, (slot["pairs"].T, keys["c"])))
 
-    def end_of_state():
-        total = dc + read_state * tc.per_row(enter, SQUARE)
-        return total, along(read_state, "c")
+    def end_of_written():
+        return along(written, "b"), db + written
 
-    pair = (slot["x"], d_state)
-    read, (dc, along_c) = beside(shapes, end_of_state, pair)
-    leave = tc.load(gates.at[Gate.LEAVE], tc.PER_ROW)
-    step = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
-    db = db + read * tc.per_row(leave * step, SQUARE)
-    by_step = leave * along(read, "b")
-    at_exit = by_step * step
-    kept = kept * gates[Gate.ENTER, CHUNK - 1]
-    table.at[TOTAL + columns][...] = enter * along_c - at_exit
-    table.at[EXIT + columns][...] = at_exit + kept
-    table.at[STEP + columns][...] = by_step
-    return db, dc
+    product, (along_b, db_after) = beside(
+        shapes, end_of_written, (slot["pairs"], keys["b"])
+    )
+    table.at[WRITTEN + columns][...] = along_b
+    read = read * tc.per_row(enter, SQUARE) + product
+    table.at[READ + columns][...] = along(read, "c")
+    return db_after, dc + read
 
 
 def _columns(
@@ -213,28 +224,33 @@ def _columns(
 ) -> None:
     """Warpgroup with half of the columns of dB and dC."""
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
+    no_own = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), tc.PER_ROW)
 
-    def head_step(place, turn, member, sums):
+    def head_step(turn, member, carry):
+        db, dc, _ = carry
         at = _parity(turn * shapes.group + member)
         plgpu.barrier_wait(smem["full"].at[at])
-        slot = {name: smem[name].at[at] for name in (*VALUES, "gates", "edges")}
+        by_head = (*VALUES, "gates", "edges", "pairs", "sums")
+        slot = {name: smem[name].at[at] for name in by_head}
         slot |= {name: smem[name].at[_parity(turn)] for name in KEYS}
-        sums = _head_columns(shapes, slot, smem["sums"].at[at], columns, sums)
+        free = functools.partial(plgpu.barrier_arrive, smem["free"].at[at])
+        mixed = functools.partial(plgpu.barrier_wait, smem["mixed"].at[at])
+        db, dc = _head_columns(shapes, slot, free, mixed, columns, (db, dc))
+        own = tc.load(slot["sums"].at[OWN], tc.PER_ROW)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["summed"].at[at])
-        plgpu.barrier_arrive(smem["free"].at[at])
-        return sums
+        return db, dc, own
 
     def turn_step(turn, carry):
         place, slot = _Turn(shapes, turn), _parity(turn)
         plgpu.barrier_wait(smem["keys_full"].at[slot])
-        step = functools.partial(head_step, place, turn)
-        db, dc = lax.fori_loop(0, shapes.group, step, (zeros, zeros))
+        step = functools.partial(head_step, turn)
+        db, dc, own = lax.fori_loop(0, shapes.group, step, (zeros, zeros, no_own))
         b, c = (smem[name].at[slot, columns] for name in KEYS)
-        plgpu.barrier_wait(smem["pairs_full"])
-        dc, db = tc.mma_onto((dc, (smem["pairs"], b)), (db, (smem["pairs"].T, c)))
-        plgpu.barrier_arrive(smem["pairs_free"])
-        # Other warps of this one may still multiply with these columns, nobody else.
+        own = tc.per_row(own, SQUARE)
+        db = db + own * tc.load(c).astype(jnp.float32)
+        dc = dc + own * tc.load(b).astype(jnp.float32)
+        # Other warps of this one may still read these columns, nobody else.
         plgpu.commit_smem()
         for name, place_of, value in (("db", b, db), ("dc", c, dc)):
             place_of[...] = value.astype(shapes.dtype)
@@ -255,33 +271,34 @@ def _diagonal(index: tuple[jax.Array, jax.Array], square: jax.Array) -> jax.Arra
 
 
 def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
-    """Warpgroup for what is summed over pairs of tokens, and for sums per token."""
-    zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), tc.ROWS)
-    no_own = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), tc.PER_ROW)
-    row, column = tc.square_indices(CHUNK)
-    index = row, column
+    """Warpgroup for pairs of tokens, and for the ends of sums per token."""
+    nothing = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), tc.PER_ROW)
+    index = tc.square_indices(CHUNK)
 
-    def keys(turn):
-        b, c = (smem[name].at[_parity(turn)] for name in KEYS)
-        return [(c.at[i], b.at[i].T) for i in range(2)]
+    def write(place, member, name, value):
+        outputs[name].at[place.factors(member), place.inside][...] = value
 
-    def head_step(place, turn, own_product, member, carry):
-        pairs, own_pairs = carry
+    def head_ends(place, turn, own_product, member, own, step):
         at = _parity(turn * shapes.group + member)
-        plgpu.barrier_wait(smem["full"].at[at])
-        gates, table = smem["gates"].at[at], smem["sums"].at[at]
-        item = place.factors(member)
-
-        def write(name, value):
-            outputs[name].at[item, place.inside][...] = value
-
-        def step(layout):
-            return tc.load(gates.at[Gate.BETA], layout)
+        plgpu.barrier_wait(smem["summed"].at[at])
 
         def load(first: int) -> jax.Array:
+            table = smem["sums"].at[at]
             halves = (tc.load(table.at[first + i], tc.PER_ROW) for i in range(2))
             return sum(halves, start=jnp.float32(0.0))
 
+        written = load(WRITTEN)
+        known = step > MIN_STEP
+        by_step = jnp.where(known, written / jnp.where(known, step, 1.0), 0.0)
+        write(place, member, "dstep", by_step + own * own_product)
+        write(place, member, "d_total", load(READ) - written)
+        write(place, member, "exits", load(EXIT))
+
+    def head_step(place, turn, own_product, member, carry):
+        all_own, *before = carry
+        at = _parity(turn * shapes.group + member)
+        plgpu.barrier_wait(smem["full"].at[at])
+        gates = smem["gates"].at[at]
         # Without the diagonal, in which nothing decays.
         d_scores, decay = beside(
             shapes,
@@ -289,49 +306,36 @@ def _pairs(shapes: Shapes, turns: jax.Array, outputs: Any, smem: Any) -> None:
             (smem["dy"].at[at], smem["x"].at[at].T),
         )
         own = _diagonal(index, d_scores)
-        write("dd", own)
-        own_pairs = own_pairs + own * step(tc.PER_ROW)
-        d_scores = d_scores * decay
-        # Multiplied again for each head: registers are scarcer than products.
-        scores, pairs = beside(
-            shapes,
-            lambda: pairs + d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE),
-            *keys(turn),
-        )
-        d_scores = d_scores * scores
-        table.at[TO_STEPS][...] = jnp.sum(d_scores, axis=0)
-        d_scores = d_scores * tc.per_column(step(tc.PER_COLUMN), SQUARE)
-        to_rows = jnp.sum(d_scores, axis=1)
+        own_step = tc.load(gates.at[Gate.BETA], tc.PER_ROW)
+        all_own = all_own + own * own_step
+        smem["sums"].at[at, OWN][...] = all_own
+        step = tc.per_column(tc.load(gates.at[Gate.BETA], tc.PER_COLUMN), SQUARE)
+        smem["pairs"].at[at][...] = (d_scores * decay * step).astype(shapes.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_wait(smem["summed"].at[at])
-        to_steps = tc.load(table.at[TO_STEPS], tc.PER_ROW)
-        write("dstep", load(STEP) + to_steps + own * own_product)
-        write("d_total", load(TOTAL) + to_rows - to_steps * step(tc.PER_ROW))
-        write("exits", load(EXIT))
-        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["mixed"].at[at])
         plgpu.barrier_arrive(smem["free"].at[at])
-        return pairs, own_pairs
+        write(place, member, "dd", own)
+
+        # A head late, so that the two others never wait for pairs.
+        @pl.when(member > 0)
+        def _():
+            head_ends(place, turn, own_product, member - 1, *before)
+
+        return all_own, own, own_step
 
     def turn_step(turn, carry):
         place = _Turn(shapes, turn)
         plgpu.barrier_wait(smem["keys_full"].at[_parity(turn)])
+        b, c = (smem[name].at[_parity(turn)] for name in KEYS)
         # The decay from a token to itself is 1 in every head.
-        own_product = _diagonal(index, tc.mma(*keys(turn)))
+        products = tc.mma(*((c.at[i], b.at[i].T) for i in range(2)))
+        own_product = _diagonal(index, products)
         step = functools.partial(head_step, place, turn, own_product)
-        pairs, own = lax.fori_loop(0, shapes.group, step, (zeros, no_own))
-        pairs = jnp.where(row == column, tc.per_row(own, SQUARE), pairs)
-
-        @pl.when(turn > 0)
-        def _():
-            plgpu.barrier_wait(smem["pairs_free"])
-
-        smem["pairs"][...] = pairs.astype(shapes.dtype)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem["pairs_full"])
+        _, *last = lax.fori_loop(0, shapes.group, step, (nothing,) * 3)
+        head_ends(place, turn, own_product, jnp.int32(shapes.group - 1), *last)
         return carry
 
     lax.fori_loop(0, turns, turn_step, None)
-    plgpu.barrier_wait(smem["pairs_free"])
 
 
 def _grads_kernel(sources: Any, outputs: Any, smem: Any, *, shapes: Shapes) -> None:
@@ -362,7 +366,7 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         **dict.fromkeys(KEYS, tiles(2, 2)),
         **dict.fromkeys(VALUES, tiles(2)),
         "edges": tiles(2, len(EDGES), 2),
-        "pairs": tiles(),
+        "pairs": tiles(2),
         "gates": plgpu.SMEM((2, len(Gate), CHUNK), jnp.float32),
         "sums": plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
         "keys_full": plgpu.Barrier(num_arrivals=2 * len(KEYS), num_barriers=2),
@@ -370,8 +374,7 @@ def _scratch(shapes: Shapes) -> dict[str, Any]:
         "full": plgpu.Barrier(num_arrivals=HEAD_COPIES, num_barriers=2),
         "free": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "summed": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        "pairs_full": plgpu.Barrier(num_arrivals=1),
-        "pairs_free": plgpu.Barrier(num_arrivals=2),
+        "mixed": plgpu.Barrier(num_arrivals=1, num_barriers=2),
     }
 
 

@@ -285,11 +285,13 @@ def test_a_document_is_bit_equal_wherever_it_stands():
 def test_all_gradients_are_those_of_the_recurrence(
     chunks, heads, groups, dtype, config
 ):
-    """Heads that never and that quickly forget; the middle one of three segments has
-    both ends. One SM, so that a ring's only block takes one chunk after the other."""
+    """Heads that never and that quickly forget, steps of almost zero; the middle one of
+    three segments has both ends. One SM, so that a ring's only block takes one chunk
+    after the other."""
     time = chunks * CHUNK - 10
     x, dt, a, *rest = arguments(time=time, heads=heads, groups=groups, dtype=dtype)
     dt, a = dt.at[:, 1::9, 1].set(4.0), a.at[1].set(-16.0)
+    dt = dt.at[:, 4::25].set(-80.0).at[:, 6::50].set(-99.0)
     args = (x, dt, a, *rest)
     starts = (5, CHUNK + 30, CHUNK + 31)
     is_first = first(1, time, *((0, t) for t in starts))
