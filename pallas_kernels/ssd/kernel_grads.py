@@ -67,14 +67,18 @@ def _blocks(shapes: Shapes) -> int:
 
 
 class _Turn:
-    """Where the chunk of a group lies that a block takes in its turn `turn`."""
+    """Where the chunk of a group lies that a block takes in its turn `turn`.
+
+    First chunks come first, those of all rows: `kernel_bwd` came to them last, and what
+    it read and wrote there may still be in L2.
+    """
 
     def __init__(self, shapes: Shapes, turn: jax.Array):
         blocks = min(_blocks(shapes), hw.device().sms)
         block = turn * blocks + lax.axis_index("block")
-        self.token_chunk, self.group = tc.split_index(block, shapes.groups)
-        self.row, self.chunk = tc.split_index(self.token_chunk, shapes.chunks)
-        self.tokens = pl.ds(self.token_chunk * CHUNK, CHUNK)
+        place, self.group = tc.split_index(block, shapes.groups)
+        self.chunk, self.row = tc.split_index(place, shapes.batch)
+        self.tokens = pl.ds((self.row * shapes.chunks + self.chunk) * CHUNK, CHUNK)
         self.inside = pl.ds(self.chunk * CHUNK, CHUNK)
         self.shapes = shapes
 
