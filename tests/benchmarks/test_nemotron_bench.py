@@ -97,7 +97,7 @@ def decoded():
 def test_a_decoded_model_has_its_speed_and_its_bytes(decoded):
     row = decoded[0]
     assert row["note"] == ""
-    assert row["workload"] == "tiny batch 2, 5 slots"
+    assert row["workload"] == "tiny batch 2, 8 slots"
     assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"], rel=1e-2)
     moved = sum(row[f"{kind}_bytes"] for kind in ("weight", "expert", "state", "kv"))
     assert row["floor_ms"] == pytest.approx(moved / 1e6, rel=1e-3)
