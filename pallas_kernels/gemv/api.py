@@ -215,10 +215,14 @@ def gemv(
     options["out_dtypes"] = _dtypes(x, results, out_dtype)
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that others need not pay.
-        from pallas_kernels.gemv import kernel
+        from pallas_kernels.gemv import kernel, kernel_ring
 
-        options |= {"prefetch": tuple(prefetch), "at_rest": at_rest}
-        launch = forward_only("gemv", kernel.gemv)
+        options["at_rest"] = at_rest
+        launch = kernel_ring.gemv
+        if not choice.config.ring:
+            options["prefetch"] = tuple(prefetch)
+            launch = kernel.gemv
+        launch = forward_only("gemv", launch)
         found = launch(choice.config, x, listed, **options)
     else:
         module = xla if choice.implementation == "xla" else reference

@@ -16,6 +16,7 @@ MAX_ROWS = 4  # each has its own sums in registers
 DTYPES = ("bfloat16", "float16")
 PIECE = PIECE_BYTES // 2  # columns that a thread reads at once
 COLUMNS = (8, 16, 32, 64)
+RING_COLUMNS = (8, 16, 32, 64, 128)
 WARPGROUPS = (1, 2, 4)
 
 
@@ -58,6 +59,15 @@ class Config:
         if self.burst < 1 + self.paired:
             least = "numbers from 2 on" if self.paired else "positive numbers"
             raise ValueError(f"burst={self.burst}, allowed are {least}")
+
+
+def ring(*, rows: int) -> Config:
+    """Bursts through shared memory, as many as an SM has room for.
+
+    Args:
+      rows: M; x is in shared memory too, in float32.
+    """
+    return Config(columns=RING_COLUMNS[-2], burst=4, warpgroups=4, ring=6 - (rows > 2))
 
 
 REGISTERS = 88

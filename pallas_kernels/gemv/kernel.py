@@ -145,61 +145,9 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
                     squares[m] = squares[m] + plain[m] * plain[m]
         return tuple(sums), tuple(squares)
 
-    def through_ring(carry):
-        """Bursts come to places in shared memory, each thread's its own."""
-        number_of = -(-plan.depth // burst)
-        ring, count = min(plan.config.ring, number_of), len(weights)
-
-        def place(i, s, n):
-            """Of a burst, a step of it and a weight; and of this warpgroup."""
-            turn = lax.rem(i, jnp.int32(ring))
-            return (turn * steps + s) * count + n, wg * WARPGROUP
-
-        def rows(i):
-            begin = i * burst + wg * (steps * step)
-            return [number + (begin + s * step) for s in range(steps)]
-
-        def inside(at):
-            return jnp.minimum(at, plan.depth - 1)
-
-        def ask(i):
-            for s, at in enumerate(rows(i)):
-                index = inside(at), column
-                for n, w in enumerate(weights):
-                    slot = place(i, s, n)
-                    indexed.copy(w, index, refs["ring"], slot, at < plan.depth)
-            indexed.commit_copies()
-
-        def ask_first():
-            for i in range(ring):
-                ask(jnp.int32(i))
-
-        def turn(i, carry):
-            ats, vectors = rows(i), []
-            for at in ats:
-                found = _vector(plan, refs, inside(at), None)
-                if plan.depth % burst:  # a select, where `take` would branch
-                    found = [
-                        [jnp.where(at < plan.depth, x, 0.0) for x in xs] for xs in found
-                    ]
-                vectors.append(found)
-            indexed.await_copies(ring - 1)
-            parts = [
-                [indexed.copied(refs["ring"], place(i, s, n)) for n in range(count)]
-                for s in range(steps)
-            ]
-            carry = add(carry, (parts, vectors))
-            ask(i + ring)
-            return carry
-
-        begin_reading(ask_first)
-        return lax.fori_loop(0, number_of, turn, carry)
-
     together = plan.config.warpgroups * step
     steps = plan.config.burst // 2 if plan.config.paired else plan.config.burst
     burst = steps * together
-    if plan.config.ring:
-        return through_ring((tuple(sums), tuple(squares)))
     full, carry = plan.depth // burst, (tuple(sums), tuple(squares))
     left = plan.depth - full * burst
     last = -(-left // together), left % together == 0
@@ -306,10 +254,8 @@ def _write(
 
 
 def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
-    arrays, rest = args[: len(names)], list(args[len(names) :])
+    arrays, rest = args[: len(names)], args[len(names) :]
     refs = dict(zip(names, arrays, strict=True))
-    if plan.config.ring:
-        refs["ring"] = rest.pop()
     *outs, shared, barrier = rest if plan.config.warpgroups > 1 else (*rest, None)
     ahead = [ref for name, ref in refs.items() if name.startswith("ahead")]
     block, before = lax.axis_index("block"), 0
@@ -352,10 +298,6 @@ def _launch(
     if config.warpgroups > 1:
         scratch.append(plgpu.Barrier(num_arrivals=config.warpgroups))
         threads = {"num_threads": config.warpgroups, "thread_name": "warpgroup"}
-    if config.ring:
-        places = config.ring * config.burst * (2 if plan.gated else 1)
-        ring = (places, config.warpgroups * WARPGROUP, PIECE)
-        scratch.append(plgpu.SMEM(ring, inputs["x"].dtype))
     body: Any = functools.partial(_gemv_kernel, plan=plan, names=tuple(inputs))
     return tuple(
         plgpu.kernel(

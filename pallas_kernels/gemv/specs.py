@@ -190,6 +190,37 @@ class Chain:
 
         return call
 
+    def chained(self, op: Callable[..., Any], *, at_rest: bool = False) -> Any:
+        """The same by `op`, called as `gemv_chain`: a launch a layer, and the first."""
+        from pallas_kernels.gemv.chain import Product
+
+        def product(spec: Spec, weights: Any, scale: Any) -> Any:
+            return Product(
+                weights=weights,
+                norm_scale=scale,
+                zero_centered=spec.zero_centered,
+                swiglu=spec.swiglu,
+                adds=spec.adds,
+                out_dtypes=spec.out_dtypes,
+            )
+
+        def call(x, layers):
+            flat = [
+                product(spec, *given)
+                for layer in layers
+                for spec, given in zip(self.products, layer, strict=True)
+            ]
+            mixer = self.products[0].widths.index(self.heads * 128)
+            each, y = len(self.products), None
+            # After the first product, three of a layer and the first of the next.
+            for first in range(1 - each, len(flat), each):
+                own = flat[max(first, 0) : first + each]
+                x, made = op(x, own, y=y, at_rest=at_rest)
+                y = made[mixer if len(made) > 1 else 0]
+            return (x,)
+
+        return call
+
 
 # The layers of `experiments/gdn/decode_base.gin`.
 CHAIN = Chain(name="decoder", layers=12, d_model=1536, heads=16, d_ff=3072)
@@ -282,6 +313,7 @@ def paired(x: Any, weights: Any, **options: Any) -> Any:
 def _chain_case(chain: Chain) -> Case:
     from pallas_kernels._common.bench import Case
     from pallas_kernels.gemv import api
+    from pallas_kernels.gemv.chain import gemv_chain
 
     def op(name: Any) -> Callable[..., Any]:
         return functools.partial(api.gemv, implementation=name)
@@ -291,6 +323,10 @@ def _chain_case(chain: Chain) -> Case:
 
     def peer(op: Callable[..., Any], fetches: bool) -> Any:
         return lambda: (chain.run(op, fetches=fetches), jax.__version__)
+
+    def chained() -> Any:
+        op = functools.partial(gemv_chain, implementation="mosaic")
+        return chain.chained(op, at_rest=True), jax.__version__
 
     return Case(
         workload=f"{chain.name} {chain.layers} layers of {chain.d_model}",
@@ -307,6 +343,7 @@ def _chain_case(chain: Chain) -> Case:
             "prefetch": peer(op("mosaic"), True),
             "paired": peer(paired, False),
             "paired_prefetch": peer(paired, True),
+            "chain": chained,
         },
         # As many roundings to 16 bits as there are products, one after the other.
         rel=3e-2,

@@ -1,0 +1,140 @@
+"""Chains of products in one launch, against the products one by one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._common import hw
+from pallas_kernels._common.interpret import interpreted
+from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gemv import Product, gemv_chain, specs
+from pallas_kernels.gemv.config import Config
+
+
+def numbers(*shape, seed=0, dtype="bfloat16"):
+    draw = np.random.default_rng(seed).standard_normal(shape) / shape[0] ** 0.5
+    return jnp.asarray(draw, jnp.dtype(dtype))
+
+
+def layer(d_model, width, d_ff, inward, rows=1):
+    """The stream, what a mixer made, and the products of a layer's other half."""
+    draw = functools.partial(numbers, seed=3)
+    scales = 1 + numbers(2, d_model, seed=4, dtype="float32")
+    products = (
+        Product(weights=(draw(width, d_model),), adds=True),
+        Product(
+            weights=(draw(d_model, d_ff), numbers(d_model, d_ff, seed=5)),
+            norm_scale=scales[0],
+            swiglu=True,
+        ),
+        Product(weights=(draw(d_ff, d_model),), adds=True),
+        Product(
+            weights=tuple(numbers(d_model, n, seed=n) for n in inward),
+            norm_scale=scales[1] - 1,
+            zero_centered=True,
+            out_dtypes=("bfloat16",) * (len(inward) - 1) + ("float32",),
+        ),
+    )
+    stream = numbers(rows, d_model, seed=1) * d_model**0.5
+    return stream, numbers(rows, width, seed=2) * width**0.5, products
+
+
+def run(sizes, implementation, **options):
+    stream, y, products = sizes
+    call = functools.partial(gemv_chain, implementation=implementation, **options)
+    weights = tuple(p.weights for p in products)
+
+    @jax.jit
+    def go(stream, y, weights):
+        made = [
+            dataclasses.replace(p, weights=w)
+            for p, w in zip(products, weights, strict=True)
+        ]
+        return call(stream, made, y=y)
+
+    return go(stream, y, weights)
+
+
+def assert_same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, rel=5e-3)
+
+
+def blocks(count):
+    return hw.assume(dataclasses.replace(hw.H200, sms=count))
+
+
+@pytest.mark.parametrize(
+    ("sms", "inward", "rows", "config"),
+    [
+        # One block: the ring goes on from phase to phase, as on the card.
+        (1, (64,), 1, Config(columns=64, burst=2, warpgroups=2, ring=5)),
+        # Blocks without a strip, strips that are no whole, a launch a phase.
+        (3, (56, 40), 2, Config(columns=64, burst=2, warpgroups=1, ring=2)),
+    ],
+)
+def test_a_chain_is_its_products_one_by_one(sms, inward, rows, config):
+    sizes = layer(48, 72, 56, inward, rows)
+    want = run(sizes, "reference")
+    with blocks(sms), interpreted():
+        assert_same(run(sizes, "mosaic", config=config), want)
+    assert_same(run(sizes, "xla"), want)
+
+
+def test_what_cannot_follow_is_named():
+    stream, y, products = layer(16, 24, 8, (8, 8))
+    call = functools.partial(gemv_chain, stream, implementation="reference")
+    with pytest.raises(ValueError, match=r"products are \(\)"):
+        call(())
+    with pytest.raises(ValueError, match=r"product 0 has no norm.*y is None"):
+        call(products)
+    with pytest.raises(ValueError, match="product 0 has 2 results, only the last"):
+        call((products[3], products[0]), y=y)
+    with pytest.raises(ValueError, match=r"expected float\[24, N\]"):
+        call((products[2],), y=y)
+    wide = dataclasses.replace(products[0], out_dtypes=("float32",))
+    with pytest.raises(ValueError, match="adds to a stream of bfloat16"):
+        call((wide,), y=y)
+    mosaic = functools.partial(gemv_chain, stream, implementation="mosaic", y=y)
+    with blocks(1), pytest.raises(NotImplementedError, match="more than 1 strips"):
+        mosaic(products)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        mosaic(products)
+
+
+def test_a_layer_is_one_launch_on_the_card():
+    def call(implementation):
+        args = jax.eval_shape(specs.CHAIN.arguments, jax.random.key(0))
+        chain = specs.CHAIN.chained(
+            functools.partial(gemv_chain, implementation=implementation), at_rest=True
+        )
+        with hw.assume():
+            traced = jax.jit(chain).trace(*args)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    named = call("mosaic")
+    for text in ("pk_gemv_chain", "griddepcontrol.wait", "cp.async.cg"):
+        assert text in named
+    assert "pk_gemv_chain" not in call(None)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_layers_on_the_card():
+    args = jax.jit(specs.CHAIN.arguments)(jax.random.key(0))
+
+    def call(implementation, at_rest):
+        op = functools.partial(gemv_chain, implementation=implementation)
+        return jax.jit(specs.CHAIN.chained(op, at_rest=at_rest))
+
+    want = call("reference", False)(*args)[0]
+    run = call("mosaic", True)
+    got = run(*args)[0]
+    assert_close(got, want, rel=3e-2)
+    assert jnp.array_equal(got, call("mosaic", False)(*args)[0])
+    for _ in range(100):
+        assert jnp.array_equal(run(*args)[0], got)
