@@ -21,6 +21,7 @@ from jaxaccel.cache.dense import KVCache, KVCacheOfLayer
 from jaxaccel.cache.plan import PolicyCache
 from jaxaccel.cache.recurrent import RecurrentCacheOfLayer
 from jaxaccel.data.batch import PackingMetadata, packing_metadata
+from jaxaccel.nn import few_rows
 from jaxaccel.nn.engram_memory import Reading
 
 
@@ -90,6 +91,7 @@ def scan_layers(
       arrays with a leading axis of the layers there.
     """
     first, depth, remaining = 0, 0, iter(caches)
+    chain = few_rows.named(model.config.implementation, "gemv_chain")
     after, kept = [], []
     for run in model.config.runs:
         if memory is not None:
@@ -99,7 +101,7 @@ def scan_layers(
         own = tuple(
             None if block.mixer is None else next(remaining) for block in blocks
         )
-        x, own, keep = _scan_run(blocks, run.repeats, x, own, layer)
+        x, own, keep = _scan_run(blocks, run.repeats, x, own, layer, chain)
         mixing = [i for i, block in enumerate(blocks) if block.mixer is not None]
         after += [own[i] for i in mixing]
         kept += [keep[i] for i in mixing]
@@ -113,13 +115,16 @@ def _scan_run(
     x: jax.Array,
     caches: tuple[LayerCache | None, ...],
     layer: LayerFn,
+    chain: Any,
 ) -> tuple[jax.Array, tuple[LayerCache | None, ...], tuple[Any, ...]]:
-    """`scan_layers` of one run of layers."""
+    """`scan_layers` of one run of layers, products of neighbours in one `chain`."""
     parts = [nnx.split(block) for block in blocks]
     states = tuple(state for _, state in parts)
 
     def period(carry, sliced, first=0):
         x, caches = carry
+        if few_rows.applies(chain, x):
+            x = few_rows.Stream(x, chain)
         index, states = sliced
         after, kept = [], []
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
@@ -128,7 +133,7 @@ def _scan_run(
             x, part, keep = layer(block, x, part)
             after.append(put_part(cache, part))
             kept.append(keep)
-        return (x, tuple(after)), tuple(kept)
+        return (few_rows.settled(x), tuple(after)), tuple(kept)
 
     ends = {end for c in caches if isinstance(c, PolicyCache) for end in c.ends}
     cuts = sorted({0, repeats, *ends})

@@ -88,6 +88,7 @@ def verify(
             if few_rows.adds_itself(block.mixer, x, decodes=True):
                 x, pending = block.mixer.verify(x, meta, part, length, block.mixer_norm)
             else:
+                x = few_rows.settled(x)
                 h = block.mixer_norm(x)
                 mixed, pending = block.mixer.verify(h, meta, part, length)
                 x = x + mixed

@@ -105,6 +105,7 @@ class Block(nnx.Module):
                 if few_rows.adds_itself(self.mixer, x, decodes=decodes):
                     x, cache = self.mixer.added(x, self.mixer_norm, meta, cache, length)
                 else:
+                    x = few_rows.settled(x)
                     mixed, cache = self.mixer(self.mixer_norm(x), meta, cache, length)
                     x = x + mixed
         if self.mlp is not None:
@@ -116,11 +117,12 @@ class Block(nnx.Module):
         self, x: jax.Array, meta: PackingMetadata, *, decodes: bool
     ) -> tuple[jax.Array, RouterAux | None]:
         """Adds the feed-forward part to [B, T, D]; see `few_rows` for `decodes`."""
+        if few_rows.adds_itself(self.mlp, x, decodes=decodes):
+            return self.mlp.added(x, self.mlp_norm), None
+        x = few_rows.settled(x)
         if isinstance(self.mlp, MoE):
             y, aux = self.mlp(self.mlp_norm(x), meta, decodes=decodes)
             return x + y, aux
-        if few_rows.adds_itself(self.mlp, x, decodes=decodes):
-            return self.mlp.added(x, self.mlp_norm), None
         return x + self.mlp(self.mlp_norm(x)), None
 
 

@@ -412,8 +412,7 @@ class Attention(nnx.Module):
             o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(self.dtype)
         if norm is None:
             return self.o_proj(o)
-        (y,) = few_rows.project(self.products, o, (self.o_proj,), residual=x)
-        return y
+        return few_rows.output(self.products, x, o, self.o_proj, norm)
 
     def verify(
         self,

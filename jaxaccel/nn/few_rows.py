@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear
 from jaxaccel.nn.norm import RMSNorm
-from pallas_kernels.gemv import MAX_ROWS, gemv
+from pallas_kernels.gemv import MAX_ROWS, Product, gemv, gemv_chain
 
 
 def named(implementation: Implementations, op: str = "gemv") -> Any:
@@ -26,7 +26,7 @@ def named(implementation: Implementations, op: str = "gemv") -> Any:
     return implementation_of(op, implementation)
 
 
-def applies(products: Any, x: jax.Array) -> bool:
+def applies(products: Any, x: Any) -> bool:
     """Whether the products with x [..., D] are those of few rows.
 
     Args:
@@ -36,7 +36,66 @@ def applies(products: Any, x: jax.Array) -> bool:
     return products is not None and math.prod(x.shape[:-1]) <= MAX_ROWS
 
 
-def adds_itself(part: Any, x: jax.Array, *, decodes: bool) -> bool:
+class Stream:
+    """A stream [..., D] some of whose products wait for others, to be one launch.
+
+    A part that adds itself leaves its last products here, the next one's first join
+    them: see `gemv_chain`. `settled` launches what waits.
+
+    Args:
+      x: the stream.
+      chain: implementation of `gemv_chain`, of `named`.
+    """
+
+    def __init__(self, x: jax.Array, chain: Any):
+        self._x, self._chain = x, chain
+        self._y: jax.Array | None = None
+        self._waiting: list[Product] = []
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stream."""
+        return self._x.shape
+
+    @property
+    def value(self) -> jax.Array:
+        """The stream, with all that was added to it."""
+        if self._waiting:
+            self.launch()
+        return self._x
+
+    def add(self, product: Product, y: jax.Array | None = None) -> None:
+        """Leaves a product to be launched.
+
+        Args:
+          product: the next one.
+          y: [..., F] that it multiplies, where that is made by no product.
+        """
+        if y is not None:
+            # What multiplies something of its own follows no other product.
+            _ = self.value
+            self._y = y.reshape(-1, y.shape[-1])
+        self._waiting.append(product)
+
+    def launch(self, *more: Product) -> tuple[jax.Array, ...]:
+        """Launches what waits and `more`; [..., F] of each result of the last one."""
+        lead, wide = self._x.shape[:-1], self._x.shape[-1]
+        stream, found = gemv_chain(
+            self._x.reshape(-1, wide),
+            [*self._waiting, *more],
+            y=self._y,
+            implementation=self._chain,
+        )
+        self._x, self._y, self._waiting = stream.reshape(self._x.shape), None, []
+        return tuple(y.reshape(*lead, -1) for y in found)
+
+
+def settled(x: jax.Array | Stream) -> jax.Array:
+    """A stream's value; an array as it is."""
+    return x.value if isinstance(x, Stream) else x
+
+
+def adds_itself(part: Any, x: jax.Array | Stream, *, decodes: bool) -> bool:
     """Whether a mixer or feed-forward part takes the stream x [B, T, D] as it is.
 
     Such a part has `products`, of `named`, and a method `added`, which gets the norm in
@@ -48,7 +107,7 @@ def adds_itself(part: Any, x: jax.Array, *, decodes: bool) -> bool:
 
 def project(
     products: Any,
-    x: jax.Array,
+    x: jax.Array | Stream,
     linears: Sequence[Linear],
     *,
     norm: RMSNorm | None = None,
@@ -60,7 +119,7 @@ def project(
 
     Args:
       products: of `named`.
-      x: [..., D].
+      x: [..., D]; a `Stream` only with a norm.
       linears: the maps.
       norm: what comes before them.
       swiglu: whether they are gate and up projection of one result.
@@ -71,6 +130,9 @@ def project(
       [..., F] of each map, or of both.
     """
     lead, dtype = x.shape[:-1], linears[0].dtype
+    if isinstance(x, Stream):
+        assert norm is not None
+        return x.launch(product(linears, norm, swiglu=swiglu, out_dtypes=out_dtypes))
     options: dict[str, Any] = {}
     if norm is not None:
         options = {
@@ -92,9 +154,40 @@ def project(
     return tuple(y.reshape(*lead, -1) for y in found)
 
 
+def product(
+    linears: Sequence[Linear],
+    norm: RMSNorm | None = None,
+    *,
+    swiglu: bool = False,
+    adds: bool = False,
+    out_dtypes: Sequence[DTypeLike] | None = None,
+) -> Product:
+    """Linear maps without biases as a product of a chain; arguments as of `project`."""
+    dtype = linears[0].dtype
+    options: dict[str, Any] = {}
+    if norm is not None:
+        options = {
+            "norm_scale": norm.scale[...],
+            "zero_centered": norm.zero_centered,
+            "eps": norm.eps,
+        }
+    results = 1 if swiglu else len(linears)
+    return Product(
+        weights=tuple(linear.kernel[...].astype(dtype) for linear in linears),
+        swiglu=swiglu,
+        adds=adds,
+        out_dtypes=(dtype,) * results if out_dtypes is None else tuple(out_dtypes),
+        **options,
+    )
+
+
 def output(
-    products: Any, x: jax.Array, y: jax.Array, linear: Linear, norm: RMSNorm | None
-) -> jax.Array:
+    products: Any,
+    x: jax.Array | Stream,
+    y: jax.Array,
+    linear: Linear,
+    norm: RMSNorm | None,
+) -> Any:
     """The last map of a mixer's step.
 
     Args:
@@ -105,8 +198,11 @@ def output(
       norm: that x is in front of, being the stream; `None` if x is behind it.
 
     Returns:
-      [..., D], added to the stream where x is that.
+      [..., D], added to the stream where x is that; a `Stream` where x is one.
     """
+    if isinstance(x, Stream):
+        x.add(product((linear,), adds=True), y)
+        return x
     if not applies(products, x):
         return linear(y)
     (y,) = project(products, y, (linear,), residual=None if norm is None else x)

@@ -445,6 +445,7 @@ class GatedDeltaNet(nnx.Module):
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:
             return self._step(x, meta, cache, norm)
+        x = few_rows.settled(x)
         y, cache = self(norm(x), meta, cache, length)
         return x + y, cache
 

@@ -18,6 +18,7 @@ OPS = (
     "gated_delta_step",
     "gated_delta_verify",
     "gemv",
+    "gemv_chain",
     "grouped_matmul",
     "host_gather",
     "rms_norm",

@@ -458,6 +458,7 @@ class Mamba2(nnx.Module):
         """x [B, T, D] + self(norm(x), ...), see `few_rows.adds_itself`."""
         if cache is not None and x.shape[1] == 1:
             return self._step(x, meta, cache, norm)
+        x = few_rows.settled(x)
         y, cache = self(norm(x), meta, cache, length)
         return x + y, cache
 
@@ -489,6 +490,7 @@ class Mamba2(nnx.Module):
         """
         del length
         if norm is not None:
+            x = few_rows.settled(x)
             mixed, pending = self.verify(norm(x), meta, cache)
             return x + mixed, pending
         if isinstance(cache, RecurrentCacheOfLayer):

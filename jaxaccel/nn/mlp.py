@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,8 +105,14 @@ class MLP(nnx.Module):
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(relu2(up))
 
-    def added(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
+    def added(self, x: jax.Array | few_rows.Stream, norm: RMSNorm) -> Any:
         """x [..., D] + self(norm(x)) in two launches, see `few_rows.adds_itself`."""
+        if isinstance(x, few_rows.Stream) and self.activation == "swiglu":
+            maps = self.gate_proj, self.up_proj
+            x.add(few_rows.product(maps, norm, swiglu=True))
+            x.add(few_rows.product((self.down_proj,), adds=True))
+            return x
+        x = few_rows.settled(x)
         return self._of_few(x, norm=norm, residual=x)
 
     def of_few(self, x: jax.Array) -> jax.Array:

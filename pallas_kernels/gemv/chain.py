@@ -110,8 +110,7 @@ def gemv_chain(
             implementation=choice.implementation,
         )
         found = made if isinstance(made, tuple) else (made,)
-        y = found[0]
-        stream = y if product.adds else stream
+        stream, y = found[0] if product.adds else stream, found[0]
     return stream, found
 
 

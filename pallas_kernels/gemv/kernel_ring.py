@@ -317,11 +317,11 @@ class _Block:
         """1 / rms of a row, in every place of a strip's pieces."""
         if phase.scale is None:
             return None
-        row, total = indexed.everywhere(m), None
+        total = tc.full((WARPGROUP,), 0.0, indexed.index_layout())
         for warp in range(self.plan.config.warpgroups * WARPS):
-            index = row, indexed.everywhere(warp * indexed.WARP)
+            index = indexed.everywhere(m), indexed.everywhere(warp * indexed.WARP)
             part = indexed.take(self.smem["squares"], index, cached=False)
-            total = part if total is None else total + part
+            total = total + part
         return indexed.spread(lax.rsqrt(total / phase.depth + phase.eps), PIECE)
 
 
@@ -346,8 +346,10 @@ def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> N
         overlap.wait()
     for p, phase in enumerate(plan.phases):
         if p and ended:
-            everywhere = {"decrement": False, "memory_scope": "gpu"}
-            plgpu.semaphore_wait(ended[p - 1], plan.blocks, **everywhere)
+            border = ended[p - 1]
+            plgpu.semaphore_wait(
+                border, plan.blocks, decrement=False, memory_scope="gpu"
+            )
         elif p:
             here.meet()
         here.stage(phase)

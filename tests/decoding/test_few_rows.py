@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.decoding.verify import commit, verify
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.nn import few_rows
@@ -76,11 +77,42 @@ def test_a_decoder_reads_the_same_in_fewer_products(models, name, counts):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
+def test_products_of_neighbours_are_one_launch(models, random_model):
+    """In of the first layer; out, gate and up, down, in of the next; the rest."""
+    named = {"gemv": "xla", "gemv_chain": "xla"}
+    chained = random_model(dataclasses.replace(CONFIG, implementation=named))
+    tokens = jax.random.randint(jax.random.key(1), (2, 3), 0, 128)
+
+    def run(model):
+        graphdef, state = nnx.split(model)
+
+        @jax.jit
+        def go(state):
+            model = nnx.merge(graphdef, state)
+            cache, hidden = model.init_cache(2, 8), []
+            for t in range(3):
+                piece = tokens[:, t : t + 1]
+                h, cache = read_tokens(model, piece, jnp.ones_like(piece), cache)
+                hidden.append(h)
+            return hidden
+
+        with recorded_choices() as choices:
+            found = go(state)
+        return found, [choice.op for choice in choices].count("gemv_chain")
+
+    want, none = run(models["gated"][0])
+    got, count = run(chained)
+    assert (none, count) == (0, 3 * 3)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
 def test_drafts_are_verified_in_few_products(random_model):
     """Two tokens of two rows, of which the second row has ended but for one."""
     ops = {"gemv": "xla", "decode_attention": "xla"}
-    plain, few = (
-        random_model(dataclasses.replace(CONFIG, implementation=x)) for x in (None, ops)
+    plain, few, chained = (
+        random_model(dataclasses.replace(CONFIG, implementation=x))
+        for x in (None, ops, {**ops, "gemv_chain": "xla"})
     )
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 128)
     segments, accepted = jnp.array([[1, 1], [1, 0]]), jnp.array([2, 0])
@@ -101,12 +133,14 @@ def test_drafts_are_verified_in_few_products(random_model):
         hidden, cache = run(state)
         return (hidden[0], hidden[1, :1], cache), found[0]
 
-    (want, _), (got, ops) = speculate(plain), speculate(few)
-    assert ops.count("gemv") == 2 * 4
-    assert "decode_attention" in ops
-    assert "attention" not in ops
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    want, _ = speculate(plain)
+    for model, op, count in ((few, "gemv", 2 * 4), (chained, "gemv_chain", 3)):
+        got, ops = speculate(model)
+        assert ops.count(op) == count
+        assert "decode_attention" in ops
+        assert "attention" not in ops
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
 def test_a_kernel_runs_a_feed_forward_part():
