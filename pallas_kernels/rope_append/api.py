@@ -25,7 +25,7 @@ def choose(
     k_cache: Any,
     v_cache: Any,
     *,
-    cos: Any = None,
+    cos_sin: Any = None,
     implementation: Implementation | None = None,
     **options: Any,
 ) -> Choice:
@@ -39,7 +39,7 @@ def choose(
     del k, v, slots, v_cache, options
     reason = configs.refusal(
         head_dim=q.shape[-1],
-        half=0 if cos is None else cos.shape[-1],
+        half=0 if cos_sin is None else cos_sin.shape[-1] // 2,
         dtype=q.dtype,
         cache_dtype=k_cache.dtype,
     )
@@ -59,8 +59,7 @@ def rope_append(
     *,
     positions: jax.Array | None = None,
     position_cache: jax.Array | None = None,
-    cos: jax.Array | None = None,
-    sin: jax.Array | None = None,
+    cos_sin: jax.Array | None = None,
     layer: jax.Array | None = None,
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
@@ -87,9 +86,10 @@ def rope_append(
       v_cache: like k_cache.
       positions: i32[B, T], written to `position_cache`.
       position_cache: i32[B, S], with `positions`.
-      cos, sin: f32[B, T, R/2], of the angles by which the first R dimensions of each
-        head turn, dimension i with i + R/2; `None` for no rotation. Tables and no base:
-        a token's are the same in all layers, and any scaling of them is the caller's.
+      cos_sin: f32[B, T, R], cosines, then sines of the R/2 angles by which the first R
+        dimensions of each head turn, dimension i with i + R/2; `None` for no rotation.
+        A table and no base: a token's is the same in all layers, and any scaling of it
+        is the caller's.
       layer: i32[], if the caches have a leading axis of layers, the one that is meant.
         Less than 0 is 0, and more than the last is the last.
       q_scale, k_scale: [K], of the norms of q and k; `None` for no norm.
@@ -114,19 +114,20 @@ def rope_append(
     """
     _check_tokens(q, k, v, slots, padded_group)
     _check_caches(q, k, k_cache, v_cache, positions, position_cache, layer)
-    _check_parameters(q, cos, sin, q_scale, k_scale)
+    _check_parameters(q, cos_sin, q_scale, k_scale)
     if layer is not None:
         layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, k_cache.shape[0] - 1)
     choice = choose(
-        *(q, k, v, slots, k_cache, v_cache), cos=cos, implementation=implementation
+        *(q, k, v, slots, k_cache, v_cache),
+        cos_sin=cos_sin,
+        implementation=implementation,
     )
     caches = (k_cache, v_cache)
     if position_cache is not None:
         caches = (*caches, position_cache)
     options: dict[str, Any] = {
         "positions": positions,
-        "cos": cos,
-        "sin": sin,
+        "cos_sin": cos_sin,
         "layer": layer,
         "q_scale": q_scale,
         "k_scale": k_scale,
@@ -214,19 +215,16 @@ def _check_caches(
         raise ValueError(f"layer is {layer}, expected one integer")
 
 
-def _check_parameters(q: Any, cos: Any, sin: Any, q_scale: Any, k_scale: Any) -> None:
+def _check_parameters(q: Any, cos_sin: Any, q_scale: Any, k_scale: Any) -> None:
     dim = q.shape[-1]
-    if (cos is None) != (sin is None):
-        missing = "cos" if cos is None else "sin"
-        raise ValueError(f"cos and sin come together, {missing} is None")
-    if cos is not None:
-        half = cos.shape[-1] if cos.ndim else 0
-        if not 1 <= half <= dim // 2:
+    if cos_sin is not None:
+        rotary = cos_sin.shape[-1] if cos_sin.ndim else 0
+        if not 2 <= rotary <= dim or rotary % 2:
             raise ValueError(
-                f"cos has shape {cos.shape}, expected 1 to K / 2 = {dim // 2} angles"
+                f"cos_sin has shape {cos_sin.shape}, expected an even number up to K = "
+                f"{dim} at its end"
             )
-        for name, array in (("cos", cos), ("sin", sin)):
-            _expect(name, array, (*q.shape[:2], half), jnp.float32)
+        _expect("cos_sin", cos_sin, (*q.shape[:2], rotary), jnp.float32)
     for name, array in (("q_scale", q_scale), ("k_scale", k_scale)):
         if array is not None:
             _expect(name, array, (dim,), array.dtype)

@@ -116,8 +116,8 @@ def _turned(
     scale = refs.get(f"{name}_scale")
     parts = [_take(refs[name], (token, head, c), width) for c in columns]
     factors = [] if scale is None else [_take(scale, (c,), width) for c in columns]
-    tables = [refs[x] for x in ("cos", "sin")] if half else []
-    tables = [_take(x, (token, angle), width) for x in tables]
+    angles = (angle, angle + half) if half else ()
+    tables = [_take(refs["cos_sin"], (token, x), width) for x in angles]
     # Everything is on its way before the first value is used.
     parts = [x.astype(jnp.float32) for x in parts]
     if factors:
@@ -194,8 +194,7 @@ def rope_append(
     caches: tuple[jax.Array, ...],
     *,
     positions: jax.Array | None,
-    cos: jax.Array | None,
-    sin: jax.Array | None,
+    cos_sin: jax.Array | None,
     layer: jax.Array | None,
     q_scale: jax.Array | None,
     k_scale: jax.Array | None,
@@ -214,7 +213,7 @@ def rope_append(
         padded_heads=group if padded_group is None else padded_group,
         kv_heads=kv_heads,
         dim=dim,
-        half=0 if cos is None else cos.shape[-1],
+        half=0 if cos_sin is None else cos_sin.shape[-1] // 2,
         length=caches[0].shape[-3],
         stacked=layer is not None,
         has_positions=positions is not None,
@@ -222,7 +221,7 @@ def rope_append(
         eps=eps,
         dtype=jnp.dtype(q.dtype),
     )
-    by_token = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin}
+    by_token = {"q": q, "k": k, "v": v, "cos_sin": cos_sin}
     by_token |= {"slots": slots, "positions": positions}
     inputs = {
         name: x.reshape(tokens, *x.shape[2:])

@@ -20,12 +20,12 @@ def normed(
     return (u / rms * factor[None, None, None]).astype(x.dtype)
 
 
-def rotated(x: jax.Array, cos: jax.Array | None, sin: jax.Array | None) -> jax.Array:
+def rotated(x: jax.Array, cos_sin: jax.Array | None) -> jax.Array:
     """[B, T, H, K] with its first R dimensions turned, in pairs R/2 apart."""
-    if cos is None or sin is None:
+    if cos_sin is None:
         return x
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [B, T, 1, R/2]
+    half = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[:, :, None, :half], cos_sin[:, :, None, half:]  # [B, T, 1, R/2]
     first = x[..., :half].astype(jnp.float32)
     second = x[..., half : 2 * half].astype(jnp.float32)
     turned = [first * cos - second * sin, second * cos + first * sin]
@@ -68,8 +68,7 @@ def rope_append(
     caches: tuple[jax.Array, ...],
     *,
     positions: jax.Array | None,
-    cos: jax.Array | None,
-    sin: jax.Array | None,
+    cos_sin: jax.Array | None,
     layer: jax.Array | None,
     q_scale: jax.Array | None,
     k_scale: jax.Array | None,
@@ -84,8 +83,8 @@ def rope_append(
     is written.
     """
     norm = {"zero_centered": zero_centered, "eps": eps}
-    q = rotated(normed(q, q_scale, **norm), cos, sin)
-    k = rotated(normed(k, k_scale, **norm), cos, sin)
+    q = rotated(normed(q, q_scale, **norm), cos_sin)
+    k = rotated(normed(k, k_scale, **norm), cos_sin)
     new = (k, v) if positions is None else (k, v, positions)
     after = tuple(put(x, y, slots, layer) for x, y in zip(caches, new, strict=True))
     return padded(q, k.shape[2], padded_group), after

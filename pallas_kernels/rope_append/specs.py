@@ -62,7 +62,7 @@ class Spec:
 
     def arguments(self, key: jax.Array) -> tuple[jax.Array, ...]:
         """q, k, v, slots, the caches of keys and values, positions and their cache,
-        cos, sin, and the scales of q and k.
+        the table of the rotation, and the scales of q and k.
         """
         keys = jax.random.split(key, 7)
         lead = (self.batch, self.time)
@@ -84,7 +84,7 @@ class Spec:
         scales = (0.1 * jax.random.normal(key, (self.dim,)) for key in keys[5:])
         return (
             *(q, k, v, slots, *caches, slots, jnp.full(place, -1, jnp.int32)),
-            *(jnp.cos(angle), jnp.sin(angle)),
+            jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1),
             *(scale.astype(self.dtype) for scale in scales),
         )
 
@@ -177,8 +177,7 @@ def run(
 ) -> Callable[..., Any]:
     """`op` as a function of `spec.arguments`."""
 
-    def step(q, k, v, slots, k_cache, v_cache, positions, cached, cos, sin, *scales):
-        turned = spec.rotary_dim > 0
+    def step(q, k, v, slots, k_cache, v_cache, positions, cached, cos_sin, *scales):
         if not with_positions:
             positions = cached = None
         q_scale, k_scale = scales if spec.norms else (None, None)
@@ -186,8 +185,7 @@ def run(
             *(q, k, v, slots, k_cache, v_cache),
             positions=positions,
             position_cache=cached,
-            cos=cos if turned else None,
-            sin=sin if turned else None,
+            cos_sin=cos_sin if spec.rotary_dim else None,
             layer=jnp.int32(spec.layers - 1) if spec.layers else None,
             q_scale=q_scale,
             k_scale=k_scale,

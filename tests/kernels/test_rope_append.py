@@ -28,7 +28,9 @@ def arguments(spec, seed=0):
     args = [draw.normal(size=x.shape).astype(np.float32) for x in shapes]
     args[3], args[6], args[7] = spec.slots, spec.slots + 3, 0 * args[7] - 1
     args[4:6] = (np.full_like(x, np.nan) for x in args[specs.CACHES])
-    args[8], args[9] = np.cos(args[8]), np.sin(args[8])
+    half = args[8].shape[-1] // 2
+    angle = args[8][..., :half]
+    args[8] = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
     return tuple(jnp.asarray(x, y.dtype) for x, y in zip(args, shapes, strict=True))
 
 
@@ -39,10 +41,12 @@ def result(spec, args, implementation):
 
 def by_hand(spec, args):
     """q and the caches in float64, a head of a token at a time."""
-    q, k, v, slots, *caches, positions, cached, cos, sin, q_scale, k_scale = (
+    q, k, v, slots, *caches, positions, cached, cos_sin, q_scale, k_scale = (
         np.asarray(x, np.float64) for x in args
     )
     caches = [*(x.copy() for x in caches), cached.copy()]
+    half = spec.rotary_dim // 2
+    turns = cos_sin[..., :half] + 1j * cos_sin[..., half:][..., :half]
     group = spec.heads // spec.kv_heads
     padded = spec.padded_group or group
     out = np.zeros((spec.batch, spec.time, spec.kv_heads * padded, spec.dim))
@@ -50,9 +54,8 @@ def by_hand(spec, args):
     def turned(x, scale, row, t):
         if spec.norms:
             x = x / np.sqrt((x**2).mean() + 1e-6) * (1 + scale)
-        x, half = x.copy(), spec.rotary_dim // 2
-        turn = np.exp(1j * np.arctan2(sin, cos))[row, t, :half]
-        pairs = (x[:half] + 1j * x[half : 2 * half]) * turn
+        x = x.copy()
+        pairs = (x[:half] + 1j * x[half : 2 * half]) * turns[row, t]
         x[:half], x[half : 2 * half] = pairs.real, pairs.imag
         return x
 
@@ -180,15 +183,15 @@ def test_the_kernel_runs_by_name_alone():
         ({"v_cache": jnp.ones((3, 8, 2, 8))}, r"v_cache has shape \(3, 8, 2, 8\)"),
         ({"layer": jnp.int32(0)}, r"\(3, 9, 2, 8\), expected 5 axes"),
         ({"positions": None}, "come together, got none and one"),
-        ({"sin": None}, "cos and sin come together, sin is None"),
-        ({"cos": jnp.ones((3, 2, 5))}, r"\(3, 2, 5\), expected 1 to K / 2 = 4"),
+        ({"cos_sin": jnp.ones((3, 2, 5))}, r"\(3, 2, 5\), expected an even number up"),
+        ({"cos_sin": jnp.ones((3, 4))}, r"\(3, 4\), expected \(3, 2, 4\)"),
         ({"q_scale": jnp.ones(7)}, r"q_scale has shape \(7,\), expected \(8,\)"),
         ({"padded_group": 2}, "padded_group is 2, expected at least H / G = 3"),
     ],
 )
 def test_caller_errors_name_the_value(change, message):
     names = ("q", "k", "v", "slots", "k_cache", "v_cache", "positions")
-    names = (*names, "position_cache", "cos", "sin", "q_scale", "k_scale")
+    names = (*names, "position_cache", "cos_sin", "q_scale", "k_scale")
     call = dict(zip(names, arguments(SMALL), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         rope_append(**call)
