@@ -74,8 +74,9 @@ class Plan:
 
 
 def _take(ref: Any, indices: tuple[jax.Array, ...], width: int | None = None) -> Any:
-    # What another launch may write as this one begins is no constant.
-    return indexed.take(ref, indices, width, cached=False)
+    # What another launch may write as this one begins is no constant. A head is read
+    # while it is not known yet whether its token has a slot.
+    return indexed.take(ref, indices, width, cached=False, stays=True)
 
 
 def _lines(plan: Plan, block: jax.Array, heads: int) -> tuple[jax.Array, ...]:
@@ -98,7 +99,7 @@ def _slot(plan: Plan, refs: Any, token: jax.Array) -> tuple[tuple, jax.Array]:
     slot = _take(refs["slots"], (token,))
     place = (token // plan.time, slot)
     if plan.stacked:
-        place = (indexed.everywhere(refs["layer"][0]), *place)
+        place = (_take(refs["layer"], (indexed.everywhere(0),)), *place)
     return place, (slot >= 0) & (slot < plan.length)
 
 

@@ -206,6 +206,14 @@ def test_the_limits_hold_what_is_measured():
         assert spec.dim in config.HEAD_DIMS
 
 
+def test_the_benchmark_gives_the_caches_away_and_is_right():
+    case = specs._case(dataclasses.replace(SMALL, length=16))
+    args = case.arguments(jax.random.key(0))
+    got, want = case.implementation("xla").results(args), case.reference(*args)
+    assert_results((*got, 0), (*want, 0), rel=2e-5)
+    assert "B3 S16 H6 G2 K8 R4" in case.workload
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", [*KERNELS, *specs.specs("model")], ids=str)
 def test_the_kernel_on_the_card(spec):
