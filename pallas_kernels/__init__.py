@@ -20,6 +20,7 @@ Table of contents; every name is imported on first use:
 ``host_gather``        rows of a table that stays in the host's memory
 ``landmark_scores``    how much a query group weighs each chunk's landmark
 ``sparse_decode_attention``  newest token over chosen chunks, keys made on the fly
+``rope_append``        norm and rotation of new tokens, their keys into a cache
 ``segment_sum``        sums of rows with equal ids, in one order
 ``top_k_select``       the largest scores of a row, exactly, as ascending places
 ``explain``            which implementation a call would run, and why
@@ -45,6 +46,7 @@ _OPS = (
     "host_gather",
     "landmark_scores",
     "rms_norm",
+    "rope_append",
     "segment_sum",
     "sort_dispatch",
     "sparse_decode_attention",

@@ -217,7 +217,8 @@ TECHNIQUES = (
     Technique(
         name="Decoding: from a launch an operation to a loop on the device, "
         "self-speculation",
-        state="each step by gin; in layers `gemv` and `decode_attention` by name",
+        state="each step by gin; in layers `gemv`, `decode_attention` and "
+        "`rope_append` by name",
         module="`jaxaccel.decoding`",
         config="`experiments/gdn/decode.gin`",
         file="decode_h200",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.rope_append import rope_append
 
 
 class TokenPlaces(Protocol):
@@ -89,6 +90,38 @@ class KVCache:
             positions=write(self.positions, meta.positions),
         )
 
+    def rope_append(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        meta: TokenPlaces,
+        length: jax.Array,
+        **options: Any,
+    ) -> tuple[jax.Array, Self]:
+        """`append` of tokens whose queries and keys are still to be normed and rotated.
+
+        Args:
+          q: [B, T, H, K].
+          k, v: [B, T, G, K].
+          meta, length: as for `append`.
+          **options: of `pallas_kernels.rope_append`; `layer` if the arrays of this
+            cache have an axis of layers.
+
+        Returns:
+          The queries as that op gives them, and the cache with the tokens in it.
+        """
+        _, slots = _places(meta, length, self.k.shape[-3])
+        q, keys, values, positions = rope_append(
+            *(q, k, v, slots, self.k, self.v),
+            positions=meta.positions,
+            position_cache=self.positions,
+            **options,
+        )
+        assert positions is not None  # a cache of them was given
+        new = {"k": keys, "v": values, "positions": positions}
+        return q, dataclasses.replace(self, **new)
+
     def attend(self, q: jax.Array, held: jax.Array, **options: Any) -> jax.Array:
         """Attention of the newest token of each row over the first tokens.
 
@@ -166,6 +199,21 @@ class KVCacheOfLayer:
         )
         return dataclasses.replace(self, stacked=stacked)
 
+    def rope_append(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        meta: TokenPlaces,
+        length: jax.Array,
+        **options: Any,
+    ) -> tuple[jax.Array, Self]:
+        """As `KVCache.rope_append`; the layer's part is written where it is."""
+        q, stacked = self.stacked.rope_append(
+            *(q, k, v, meta, length), layer=self.index, **options
+        )
+        return q, dataclasses.replace(self, stacked=stacked)
+
     def attend(self, q: jax.Array, held: jax.Array, **options: Any) -> jax.Array:
         """As `KVCache.attend`; the layer's part is read where it is."""
         k, v = self.stacked.k, self.stacked.v
@@ -187,7 +235,9 @@ def _places(
     meta: TokenPlaces, length: jax.Array, slots: int
 ) -> tuple[jax.Array, jax.Array]:
     """Row and slot of each token, i32[B, T] both; padding gets a slot that is none."""
-    rank = jnp.cumsum(meta.is_real.astype(jnp.int32), axis=1) - 1
+    rank = jnp.zeros_like(meta.positions)
+    if rank.shape[1] > 1:  # a sum of one would be a launch of its own
+        rank = jnp.cumsum(meta.is_real.astype(jnp.int32), axis=1) - 1
     slot = jnp.where(meta.is_real, length[:, None] + rank, slots)  # [B, T]
     return jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], slot.shape), slot
 

@@ -20,9 +20,9 @@ from jaxaccel.nn import few_rows
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.norm import RMSNorm
-from jaxaccel.nn.rope import RopeConfig, apply_rope, frequencies
+from jaxaccel.nn.rope import RopeConfig, apply_rope, frequencies, rotary_tables
 from pallas_kernels.attention import attention, choose, tiling
-from pallas_kernels.decode_attention import MAX_TIME
+from pallas_kernels.decode_attention import MAX_TIME, padded_group
 from pallas_kernels.sparse_decode_attention import Rotary
 
 
@@ -184,6 +184,7 @@ class Attention(nnx.Module):
         self.decode: Any = None
         if not isinstance(implementation, str):
             self.decode = implementation_of("decode_attention", implementation)
+        self.appends = few_rows.named(implementation, "rope_append")
         self.products = few_rows.named(implementation)
         if bias and self.products is not None:
             raise NotImplementedError(
@@ -318,35 +319,39 @@ class Attention(nnx.Module):
         k = k.reshape(kv_heads)  # [B, T, G, K]
         v = v.reshape(kv_heads)  # [B, T, G, K]
         project = functools.partial(self._project, x, gate=gate, norm=norm)
-        if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q_pre, k_pre = q, k
-        if config.rope is not None:
-            q = apply_rope(q, meta.positions, config.rope)
-            k = apply_rope(k, meta.positions, config.rope)
-        if isinstance(cache, PolicyCacheOfLayer):
-            tokens = Tokens(
-                **{"q_pre": q_pre, "k_pre": k_pre, "q": q, "k": k, "v": v},
-                positions=meta.positions,
-                is_real=meta.is_real,
-                sinks=self.sinks[...] if config.sinks else None,
-            )
-            o, cache = cache.mix(tokens, self.cache_spec, self.implementation)
-            return project(o), cache
-        q = checkpoint_name(q, "attention_q")
-        k = checkpoint_name(k, "attention_k")
-        v = checkpoint_name(v, "attention_v")
+        decodes = time == 1 or (are_drafts and time <= MAX_TIME)
+        if (
+            isinstance(cache, KVCache | KVCacheOfLayer)
+            and length is not None
+            and self.appends is not None
+            and decodes
+        ):
+            q, cache = self._appended(q, k, v, meta, cache, length)
+        else:
+            if config.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q_pre, k_pre = q, k
+            if config.rope is not None:
+                q = apply_rope(q, meta.positions, config.rope)
+                k = apply_rope(k, meta.positions, config.rope)
+            if isinstance(cache, PolicyCacheOfLayer):
+                tokens = Tokens(
+                    **{"q_pre": q_pre, "k_pre": k_pre, "q": q, "k": k, "v": v},
+                    positions=meta.positions,
+                    is_real=meta.is_real,
+                    sinks=self.sinks[...] if config.sinks else None,
+                )
+                o, cache = cache.mix(tokens, self.cache_spec, self.implementation)
+                return project(o), cache
+            q = checkpoint_name(q, "attention_q")
+            k = checkpoint_name(k, "attention_k")
+            v = checkpoint_name(v, "attention_v")
+            if cache is not None and length is not None:
+                cache = cache.append(k, v, meta, length)
         if cache is not None and length is not None:
-            cache = cache.append(k, v, meta, length)
-            if self.decode is not None and time == 1:
-                held = jnp.where(meta.is_real[:, 0], length + 1, 0)
-                o = cache.attend(q, held, **self._decode_options)
-                return project(o), cache
-            if self.decode is not None and are_drafts and time <= MAX_TIME:
-                # Padding behind the drafts sees slots of no meaning, nothing sees it.
-                o = cache.attend(q, length + time, **self._decode_options)
-                o = jnp.where(meta.is_real[:, :, None, None], o, jnp.zeros_like(o))
-                return project(o), cache
+            if self.decode is not None and decodes:
+                o = self._attended(x, q, gate, meta, cache, length)
+                return project(o, is_gated=True), cache
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             # Padding queries attend to nothing, as without a cache.
             where: dict[str, Any] = {
@@ -382,17 +387,71 @@ class Attention(nnx.Module):
         )  # [B, T, H, K]
         return project(o), cache
 
-    @property
-    def _decode_options(self) -> dict[str, Any]:
-        """Keywords of `decode_attention`."""
+    def _appended(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        meta: PackingMetadata,
+        cache: KVCache | KVCacheOfLayer,
+        length: jax.Array,
+    ) -> tuple[jax.Array, KVCache | KVCacheOfLayer]:
+        """Projections to queries for `_attended`, and a cache with the keys in it."""
         config = self.config
-        return {
-            "window": config.window,
-            "sinks": self.sinks[...] if config.sinks else None,
-            "logit_cap": config.logit_cap,
-            "scale": config.scale,
-            "implementation": self.decode,
-        }
+        options: dict[str, Any] = {"implementation": self.appends}
+        if config.qk_norm:
+            norm = self.q_norm
+            options |= {"zero_centered": norm.zero_centered, "eps": norm.eps}
+            options |= {"q_scale": norm.scale[...], "k_scale": self.k_norm.scale[...]}
+        if config.rope is not None:
+            # Equal in all layers, of which the compiler keeps one.
+            tables = rotary_tables(meta.positions, config.rope, config.head_dim)
+            options["cos_sin"] = jnp.concatenate(tables, axis=-1)
+        if self.decode == "mosaic" and q.shape[1] == 1:
+            group = config.num_heads // config.num_kv_heads
+            options["padded_group"] = padded_group(group)
+        return cache.rope_append(q, k, v, meta, length, **options)
+
+    def _attended(
+        self,
+        x: jax.Array,
+        q: jax.Array,
+        gate: jax.Array | None,
+        meta: PackingMetadata,
+        cache: KVCache | KVCacheOfLayer,
+        length: jax.Array,
+    ) -> jax.Array:
+        """Outputs [B, T, H, K] of the heads by `decode_attention`, gated if they are.
+
+        Args:
+          x: what the layer was given.
+          q: [B, T, H, K], or as `_appended` gives them.
+          gate: logits of the gate, if they were computed with q.
+          meta, cache, length: of the call, the tokens in the cache.
+        """
+        config, time = self.config, x.shape[1]
+        if config.output_gate:
+            if gate is None:
+                gate = self.gate_proj(x, out_dtype=jnp.float32)
+            gate = gate.reshape(*x.shape[:2], config.num_heads, config.head_dim)
+        held = length + time
+        if time == 1:
+            held = jnp.where(meta.is_real[:, 0], held, jnp.zeros_like(held))
+        o = cache.attend(
+            q,
+            held,
+            heads=config.num_heads,
+            window=config.window,
+            sinks=self.sinks[...] if config.sinks else None,
+            gate=gate,
+            logit_cap=config.logit_cap,
+            scale=config.scale,
+            implementation=self.decode,
+        )
+        if time == 1:
+            return o
+        # Padding behind drafts saw slots of no meaning, nothing sees it.
+        return jnp.where(meta.is_real[:, :, None, None], o, jnp.zeros_like(o))
 
     def _project(
         self,
@@ -400,13 +459,15 @@ class Attention(nnx.Module):
         o: jax.Array,
         gate: jax.Array | None,
         norm: RMSNorm | None,
+        *,
+        is_gated: bool = False,
     ) -> jax.Array:
-        """The heads' outputs [B, T, H, K], gated by x, as [B, T, D].
+        """The heads' outputs [B, T, H, K], gated by x unless they are, as [B, T, D].
 
         With a norm, x is the stream, which is added, and `gate` has the gate's logits.
         """
         o = checkpoint_name(o, "attention_out").reshape(*x.shape[:2], -1)
-        if self.config.output_gate:
+        if self.config.output_gate and not is_gated:
             if gate is None:
                 gate = self.gate_proj(x, out_dtype=jnp.float32)
             o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(self.dtype)

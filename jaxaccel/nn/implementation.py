@@ -22,6 +22,7 @@ OPS = (
     "grouped_matmul",
     "host_gather",
     "rms_norm",
+    "rope_append",
     "sort_dispatch",
     "ssd",
     "ssd_step",

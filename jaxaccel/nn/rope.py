@@ -135,6 +135,30 @@ def frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     return plain / scaling.factor * ramp + plain * (1 - ramp), factor
 
 
+def rotary_tables(
+    positions: jax.Array, config: RopeConfig, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each position's angles, times the factor of the scaling.
+
+    Args:
+      positions: i32[B, T].
+      config: the embedding.
+      head_dim: K.
+
+    Returns:
+      f32[B, T, R/2] each, for the R dimensions that rotate.
+    """
+    per_position, factor = frequencies(config, head_dim)
+    per_position = jnp.asarray(per_position, jnp.float32)
+    angle = jnp.einsum(
+        "bt,f->btf",
+        positions.astype(jnp.float32),
+        per_position,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
 def apply_rope(x: jax.Array, positions: jax.Array, config: RopeConfig) -> jax.Array:
     """Rotates the first dimensions of each head by its token's position.
 
@@ -149,16 +173,9 @@ def apply_rope(x: jax.Array, positions: jax.Array, config: RopeConfig) -> jax.Ar
     Returns:
       [B, T, H, K] in x's dtype.
     """
-    per_position, factor = frequencies(config, x.shape[-1])
-    half = per_position.size
-    per_position = jnp.asarray(per_position, jnp.float32)
-    angle = jnp.einsum(
-        "bt,f->btf",
-        positions.astype(jnp.float32),
-        per_position,
-        precision=jax.lax.Precision.HIGHEST,
-    )[:, :, None, :]  # [B, T, 1, R/2]
-    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    tables = rotary_tables(positions, config, x.shape[-1])
+    cos, sin = (table[:, :, None, :] for table in tables)  # [B, T, 1, R/2]
+    half = cos.shape[-1]
     first = x[..., :half].astype(jnp.float32)
     second = x[..., half : 2 * half].astype(jnp.float32)
     rotated = jnp.concatenate(

@@ -79,6 +79,7 @@ def take(
     width: int | None = None,
     *,
     cached: bool = True,
+    stays: bool = False,
     where: jax.Array | None = None,
 ) -> Any:
     """Reads one piece at each index.
@@ -90,6 +91,9 @@ def take(
         their size; `None` reads single values.
       cached: whether reads may go through the cache for what this kernel does not
         write; not for the host's memory.
+      stays: whether the read stays where it is. Else the compiler moves it into a
+        branch that alone uses it, such as a write by some threads, and what is read
+        there waits for memory a second time.
       where: bool[n], which pieces are read, `None` for all; 0 stands for the others.
 
     Returns:
@@ -117,7 +121,7 @@ def take(
         flags = [] if where is None else [_scalar(f) for f in arrays[0].registers.flat]
         places = _indices(arrays if where is None else arrays[1:])
         registers = [
-            _load(memory, index, length, kept, cached, *flags[i : i + 1])
+            _load(memory, index, length, kept, cached, stays, *flags[i : i + 1])
             for i, index in enumerate(places)
         ]
         found = kind.to_mgpu()
@@ -466,6 +470,7 @@ def _load(
     length: int,
     kept: Any,
     cached: bool,
+    stays: bool,
     flag: Any = None,
 ) -> Any:
     moved = kept
@@ -476,7 +481,8 @@ def _load(
     def load():
         # What lies in shared memory was written by this kernel.
         constant = cached and not mgpu.utils.is_smem_ref(memory)
-        return llvm.load(kind, _address(memory, index, moved), invariant=constant)
+        address = _address(memory, index, moved)
+        return llvm.load(kind, address, invariant=constant, volatile_=stays)
 
     if flag is None:
         value = load()

@@ -12,7 +12,7 @@ from pallas_kernels._common.dispatch import Choice, Implementation, select
 from pallas_kernels._common.forward_only import forward_only
 from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import reference, xla
-from pallas_kernels.decode_attention.held import Sizes
+from pallas_kernels.decode_attention.held import Sizes, real_heads
 
 
 _ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
@@ -27,6 +27,7 @@ def choose(
     table: Any = None,
     layer: Any = None,
     heads_first: bool = False,
+    heads: int | None = None,
     scale: float | None = None,
     config: configs.Config | None = None,
     implementation: Implementation | None = None,
@@ -46,7 +47,7 @@ def choose(
             f'config={config} is for "mosaic", implementation={implementation!r} has '
             "none"
         )
-    sizes = _sizes(q, k, table, layer is not None, heads_first)
+    sizes = _sizes(q, k, table, layer is not None, heads_first, heads)
     refused: dict[str, str] = {}
     reason = configs.refusal(sizes, q.dtype, scale)
     if not (hw.is_hopper() or interpret.is_interpreting()):
@@ -74,8 +75,10 @@ def decode_attention(
     table: jax.Array | None = None,
     layer: jax.Array | None = None,
     heads_first: bool = False,
+    heads: int | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    gate: jax.Array | None = None,
     logit_cap: float | None = None,
     scale: float | None = None,
     out_dtype: Any = None,
@@ -102,10 +105,15 @@ def decode_attention(
       layer: i32[], if k and v have a leading axis of layers, the one that is meant.
         Less than 0 is 0, and more than the last is the last. The kernel reads it where
         it is.
+      heads: H, if q has more of them: of the heads that it has for each kv head the
+        first H / G are meant. With `padded_group(H / G)` of them and T = 1 the kernel
+        reads q where it is; of any other q it makes such a copy.
       heads_first: whether the heads stand before the tokens in k and v: [B, G, S, K],
         pages [P, G, page, K].
       window: how many places back a query sees, itself included.
       sinks: f32[H], a logit per head that takes weight and gives no value (gpt-oss).
+      gate: [B, T, H, K], any float dtype; o is multiplied by its sigmoid (Qwen3-Next),
+        in f32 after a rounding to `out_dtype`.
       logit_cap: c in c tanh(logit / c).
       scale: factor on the logits, K ** -0.5 if `None`.
       out_dtype: of o, q's if `None`; float32 for results that are merged.
@@ -126,7 +134,7 @@ def decode_attention(
     Source: Flash-Decoding (Dao et al. 2023) for the split over tokens; PagedAttention
     (arXiv 2309.06180), section 4.1, for the pages.
     """
-    _check(q, k, v, lengths, table, layer, sinks, heads_first)
+    _check(q, k, v, lengths, table, layer, sinks, heads_first, heads, gate)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, expected at least 1")
     if logit_cap is not None and logit_cap <= 0:
@@ -136,11 +144,12 @@ def decode_attention(
         table=table,
         layer=layer,
         heads_first=heads_first,
+        heads=heads,
         scale=scale,
         config=config,
         implementation=implementation,
     )
-    sizes = _sizes(q, k, table, layer is not None, heads_first)
+    sizes = _sizes(q, k, table, layer is not None, heads_first, heads)
     if layer is not None:
         layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, sizes.layers - 1)
     options: dict[str, Any] = {
@@ -159,14 +168,27 @@ def decode_attention(
         from pallas_kernels.decode_attention import kernel
 
         launch = forward_only("decode_attention", kernel.decode_attention)
-        return launch(q, k, v, lengths, **options, config=choice.config)
+        return launch(q, k, v, lengths, gate=gate, **options, config=choice.config)
     lengths = jnp.clip(lengths, 0, sizes.length)
     run = reference if choice.implementation == "reference" else xla
-    return run.decode_attention(q, k, v, lengths, **options)
+    q = real_heads(q, sizes)
+    o, lse = run.decode_attention(q, k, v, lengths, **options)
+    if gate is not None:
+        share = jax.nn.sigmoid(gate.astype(jnp.float32))
+        o = (o.astype(jnp.float32) * share).astype(o.dtype)
+    return o, lse
 
 
-def _sizes(q: Any, k: Any, table: Any, stacked: bool, heads_first: bool) -> Sizes:
-    batch, time, heads, dim = q.shape
+def _sizes(
+    q: Any,
+    k: Any,
+    table: Any,
+    stacked: bool,
+    heads_first: bool,
+    heads: int | None = None,
+) -> Sizes:
+    batch, time, queries, dim = q.shape
+    heads = queries if heads is None else heads
     rows, first, second, _ = k.shape[-4:]
     kv_heads, tokens = (first, second) if heads_first else (second, first)
     return Sizes(
@@ -192,6 +214,8 @@ def _check(
     layer: Any,
     sinks: Any,
     heads_first: bool,
+    heads: int | None,
+    gate: Any,
 ) -> None:
     """Checks a call's shapes and dtypes."""
     rank = 4 if layer is None else 5
@@ -207,7 +231,7 @@ def _check(
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q has dtype {q.dtype}, expected a floating one")
-    sizes = _sizes(q, k, None, layer is not None, heads_first)
+    sizes = _sizes(q, k, None, layer is not None, heads_first, heads)
     if k.shape[-1] != sizes.head_dim:
         raise ValueError(
             f"k has shape {k.shape}, expected {sizes.head_dim} at its end as q has "
@@ -218,6 +242,14 @@ def _check(
             f"q has {sizes.heads} heads, which is no multiple of the {sizes.kv_heads} "
             "heads of k"
         )
+    if not 1 <= sizes.heads <= q.shape[2] or q.shape[2] % sizes.kv_heads:
+        raise ValueError(
+            f"heads is {heads}, expected at most the {q.shape[2]} of q, which are as "
+            f"many for each of the {sizes.kv_heads} heads of k"
+        )
+    shape = (*q.shape[:2], sizes.heads, sizes.head_dim)
+    if gate is not None and gate.shape != shape:
+        raise ValueError(f"gate has shape {gate.shape}, expected {shape}")
     if table is None and k.shape[-4] != sizes.batch:
         raise ValueError(
             f"k has {k.shape[-4]} rows, expected {sizes.batch} as q has shape {q.shape}"

@@ -26,6 +26,18 @@ _BARRIER_BYTES = 1024
 _BY_HEAD_DIM = {64: (128, 6, 2), 128: (64, 6, 2), 256: (64, 3, 1)}
 
 
+def padded_group(group: int) -> int:
+    """Heads of each kv head that the kernel reads where one new token has `group`.
+
+    Args:
+      group: H / G.
+
+    Returns:
+      What `q` may have, see `heads` of `decode_attention`: whole tiles of 8 rows.
+    """
+    return -(-group // 8) * 8
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Launch parameters; results differ by the order of summation only.

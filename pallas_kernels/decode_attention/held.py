@@ -38,6 +38,15 @@ class Sizes:
         return self.heads // self.kv_heads
 
 
+def real_heads(q: jax.Array, sizes: Sizes) -> jax.Array:
+    """q [B, T, H, K] without what stands behind the heads of each kv head."""
+    if q.shape[2] == sizes.heads:
+        return q
+    q = q.reshape(sizes.batch, sizes.time, sizes.kv_heads, -1, sizes.head_dim)
+    q = q[:, :, :, : sizes.group]
+    return q.reshape(sizes.batch, sizes.time, sizes.heads, sizes.head_dim)
+
+
 def layer_of(x: jax.Array, layer: jax.Array | None) -> jax.Array:
     """One layer's keys or values."""
     if layer is None:

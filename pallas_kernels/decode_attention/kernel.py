@@ -38,7 +38,7 @@ from pallas_kernels.decode_attention.config import (
     ROWS,
     Config,
 )
-from pallas_kernels.decode_attention.held import Sizes
+from pallas_kernels.decode_attention.held import Sizes, real_heads
 
 
 STATS = 8  # columns of the sums' logarithms, which are all the same
@@ -579,10 +579,15 @@ def _join_kernel(refs, *, plan: Plan, width: int) -> None:
     nothing = total == 0.0
     inverse = lax.select(nothing, jnp.float32(0), 1.0 / total)
     o = jnp.sum(acc * tc.per_row(factor * inverse, wide), axis=0)
-    o = tc.per_column(o, wide).astype(refs["joined"].dtype)
     into = ((row * sizes.time + token) * sizes.kv_heads + kv_head) * sizes.group + head
+    into_row = into * (sizes.head_dim // width) + column
+    if "gate" in refs:
+        gate = tc.load_global(refs["gate"].at[into_row], tc.PER_COLUMN)
+        o = o.astype(refs["joined"].dtype).astype(jnp.float32)
+        o = o / (1.0 + jnp.exp(-gate.astype(jnp.float32)))
+    o = tc.per_column(o, wide).astype(refs["joined"].dtype)
     one = {"stride": 1, "low": jnp.int32(0), "count": jnp.int32(1)}
-    put_rows(refs["joined"], o, start=into * (sizes.head_dim // width) + column, **one)
+    put_rows(refs["joined"], o, start=into_row, **one)
     log_total = lax.select(
         nothing, jnp.float32(-jnp.inf), largest * (1 / flash.LOG2_E) + jnp.log(total)
     )
@@ -601,7 +606,8 @@ def _join(
     Args:
       plan: of the launch.
       out_dtype: of o.
-      inputs: o and lse of `_parts`, lengths i32[B], sinks f32[H] if there are.
+      inputs: o and lse of `_parts`, lengths i32[B], sinks f32[H] and gate [B T H, K]
+        if there are.
 
     Returns:
       o [B T H, K] and the natural logarithm of the sums, f32[B T H].
@@ -611,6 +617,8 @@ def _join(
     pieces = plan.sizes.head_dim // width
     count = plan.total_rows
     names = (*inputs, "joined", "log")
+    if "gate" in inputs:
+        inputs = inputs | {"gate": inputs["gate"].reshape(count * pieces, width)}
 
     def body(*refs):
         _join_kernel(dict(zip(names, refs, strict=True)), plan=plan, width=width)
@@ -629,6 +637,19 @@ def _join(
     return o.reshape(count, -1), lse
 
 
+def _boxes(plan: Plan, q: jax.Array) -> jax.Array:
+    """q as `_parts` takes it, which of one token may be as it is."""
+    sizes = plan.sizes
+    padded = plan.row_blocks * plan.box
+    if sizes.time == 1 and q.shape[2] == sizes.kv_heads * padded:
+        return q.reshape(-1, padded, sizes.head_dim)
+    q = real_heads(q, sizes)
+    grouped = (sizes.batch, sizes.time, sizes.kv_heads, sizes.group)
+    rows = jnp.swapaxes(q.reshape(*grouped, -1), 1, 2)
+    rows = rows.reshape(-1, plan.rows, sizes.head_dim)
+    return jnp.pad(rows, ((0, 0), (0, padded - plan.rows), (0, 0)))
+
+
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
@@ -640,6 +661,7 @@ def decode_attention(
     layer: jax.Array | None,
     window: int | None,
     sinks: jax.Array | None,
+    gate: jax.Array | None,
     logit_cap: float | None,
     scale: float,
     out_dtype: Any,
@@ -660,12 +682,7 @@ def decode_attention(
         scale=scale,
         config=config,
     )
-    grouped = (sizes.batch, sizes.time, sizes.kv_heads, sizes.group)
-    rows = jnp.swapaxes(q.reshape(*grouped, -1), 1, 2)
-    rows = rows.reshape(-1, plan.rows, sizes.head_dim)
-    missing = plan.row_blocks * plan.box - plan.rows
-    rows = jnp.pad(rows, ((0, 0), (0, missing), (0, 0)))
-    inputs = {"q": rows, "k": k, "v": v, "lengths": lengths}
+    inputs = {"q": _boxes(plan, q), "k": k, "v": v, "lengths": lengths}
     first = jnp.int32(0)
     if layer is not None:
         inputs |= {x: inputs[x].reshape(-1, *k.shape[2:]) for x in ("k", "v")}
@@ -680,5 +697,8 @@ def decode_attention(
     parts = {"o": o, "lse": lse, "lengths": lengths}
     if sinks is not None:
         parts["sinks"] = sinks.astype(jnp.float32)
+    if gate is not None:
+        parts["gate"] = gate
     o, lse = _join(plan, jnp.dtype(out_dtype), parts)
-    return o.reshape(q.shape), lse.reshape(q.shape[:3])
+    queries = (sizes.batch, sizes.time, sizes.heads)
+    return o.reshape(*queries, sizes.head_dim), lse.reshape(queries)

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxaccel.cache.dense import KVCache
+from jaxaccel.data.batch import packing_metadata
 from jaxaccel.decoding.layer_loop import read_tokens
 from jaxaccel.decoding.verify import commit, verify
 from jaxaccel.models.qwen3_5_text import Qwen3_5TextConfig
 from jaxaccel.nn import few_rows
-from jaxaccel.nn.attention import Attention
+from jaxaccel.nn.attention import Attention, AttentionConfig
 from jaxaccel.nn.mlp import MLP
 from jaxaccel.nn.norm import RMSNorm
+from jaxaccel.nn.rope import RopeConfig
 from pallas_kernels._common import hw
 from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.interpret import interpreted
@@ -138,6 +141,95 @@ def test_drafts_are_verified_in_few_products(random_model):
     assert "attention" not in ops
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        {"rope_append": "xla"},
+        {"rope_append": "reference", "decode_attention": "xla", "gemv": "xla"},
+    ],
+    ids=["alone", "with others"],
+)
+def test_new_tokens_go_to_the_cache_at_once(random_model, ops):
+    """A token, which the second row has not, then two drafts, of which it has one."""
+    config = dataclasses.replace(CONFIG, num_layers=1, pattern=("attention",))
+    plain, once = (
+        random_model(dataclasses.replace(config, implementation=x)) for x in (None, ops)
+    )
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 128)
+
+    def decode(model):
+        graphdef, state = nnx.split(model)
+
+        @jax.jit
+        def run(state):
+            model = nnx.merge(graphdef, state)
+            cache = model(tokens[:, :5], cache=model.init_cache(2, 16)).cache
+            with recorded_choices() as choices:
+                first = jnp.array([[1], [0]])
+                one, cache = read_tokens(model, tokens[:, 5:6], first, cache)
+                second = jnp.array([[1, 1], [1, 0]])
+                two, pending = verify(model, tokens[:, 6:], second, cache)
+            found.extend(choice.op for choice in choices)
+            cache = commit(model, pending, jnp.array([1, 1]))
+            return one[0], two[0], two[1, :1], cache
+
+        found = []
+        return run(state), found
+
+    (want, without), (got, found) = decode(plain), decode(once)
+    assert (without.count("rope_append"), found.count("rope_append")) == (0, 2)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_kernels_run_an_attention_layers_step():
+    """Queries go from kernel to kernel in rows of eight, NaN where no token is."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
+    config = AttentionConfig(
+        **sizes,
+        rope=RopeConfig(fraction=0.25),
+        qk_norm=True,
+        output_gate=True,
+    )
+    kernels = (("decode_attention", "mosaic"), ("rope_append", "mosaic"))
+    plain, fused = (
+        Attention(config, 16, dtype="bfloat16", implementation=x, rngs=nnx.Rngs(0))
+        for x in ((("decode_attention", "xla"),), kernels)
+    )
+    draw, length = np.random.default_rng(0), np.array([62], np.int32)
+    is_held = np.arange(64)[None, :] < length[:, None]
+    key, value = draw.normal(size=(2, 1, 64, 1, 64))
+    key[~is_held], value[~is_held] = np.nan, np.nan
+    x, key, value = (
+        jnp.asarray(a, "bfloat16") for a in (draw.normal(size=(1, 1, 16)), key, value)
+    )
+    positions = jnp.asarray(np.where(is_held, 0, -1), jnp.int32)
+    cache = KVCache(k=key, v=value, positions=positions)
+
+    def step(layer):
+        graphdef, state = nnx.split(layer)
+
+        @jax.jit
+        def run(state):
+            meta = packing_metadata((1, 1), cached_length=jnp.asarray(length))
+            return nnx.merge(graphdef, state)(x, meta, cache, jnp.asarray(length))
+
+        return run(state)
+
+    want, after = step(plain)
+    one = hw.assume(dataclasses.replace(hw.H200, sms=1))
+    with one, interpreted(), recorded_choices() as choices:
+        got, cache = step(fused)
+    runs = {choice.op: choice.implementation for choice in choices}
+    assert (runs["decode_attention"], runs["rope_append"]) == ("mosaic", "mosaic")
+    assert_close(got, want, rel=1e-2, name="y")
+    np.testing.assert_array_equal(cache.positions, after.positions)
+    for a, b in ((cache.k, after.k), (cache.v, after.v)):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        assert_close(np.nan_to_num(a), np.nan_to_num(b), rel=4e-3)
 
 
 def test_a_kernel_runs_a_feed_forward_part():

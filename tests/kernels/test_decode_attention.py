@@ -12,7 +12,7 @@ from pallas_kernels import attention, decode_attention
 from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.decode_attention import api, kernel, specs
+from pallas_kernels.decode_attention import api, kernel, padded_group, specs
 from pallas_kernels.decode_attention.config import Config
 
 
@@ -159,6 +159,26 @@ def test_parts_of_a_cache_join_to_the_whole():
     assert_results((o, total), whole)
 
 
+def padded_and_gated(spec, args):
+    """The arguments with NaN behind the heads that are meant, and what says so."""
+    each = padded_group(spec.heads // spec.kv_heads)
+    q = args[0].reshape(*args[0].shape[:2], spec.kv_heads, -1, spec.dim)
+    missing = each - q.shape[3]
+    q = jnp.pad(q, ((0, 0),) * 3 + ((0, missing), (0, 0)), constant_values=np.nan)
+    q = q.reshape(*q.shape[:2], -1, spec.dim)
+    gate = np.random.default_rng(9).normal(size=args[0].shape).astype(np.float32)
+    return (q, *args[1:]), {"heads": spec.heads, "gate": jnp.asarray(gate)}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_heads_behind_those_meant_are_not_read_and_a_gate_multiplies(implementation):
+    args = arguments(SMALL, 3)
+    wide, options = padded_and_gated(SMALL, args)
+    o, lse = result(SMALL, args, implementation)
+    got = result(SMALL, wide, implementation, **options)
+    assert_results(got, (o * jax.nn.sigmoid(options["gate"]), lse))
+
+
 # Steps of several pages and one place for queries, which all items use.
 TILINGS = {"ci_kernel_pages": Config(unit=256, step_kv=128, slots=2, q_places=1)}
 
@@ -171,11 +191,12 @@ def test_the_kernel_is_the_reference(spec):
     # Lengths and layers out of bounds are cut to them.
     held = jnp.where(args[3] == 0, -5, args[3])
     held = jnp.where(held == spec.length, 999, held)
+    args, options = (*args[:3], held, *args[4:]), {}
+    if spec.name == "ci_kernel_group_3":
+        args, options = padded_and_gated(spec, args)
     with hw.assume(dataclasses.replace(hw.H200, sms=1)), interpreted():
-        got = result(
-            spec, (*args[:3], held, *args[4:]), "mosaic", config=tiling, behind=5
-        )
-    want = result(spec, (*args[:3], held, *args[4:]), "reference")
+        got = result(spec, args, "mosaic", config=tiling, behind=5, **options)
+    want = result(spec, args, "reference", **options)
     assert_results(got, want, rel=4e-3)
     empty = spec.held[:, None] - spec.time + np.arange(spec.time) < 0
     assert not np.asarray(got[0])[empty].any()
@@ -373,6 +394,9 @@ def test_errors_name_the_value(index, change, message):
     [
         ({"window": 0}, "window is 0"),
         ({"logit_cap": -1.0}, "logit_cap is -1.0"),
+        ({"heads": 3}, "q has 3 heads, which is no multiple"),
+        ({"heads": 8}, "heads is 8, expected at most the 4 of q"),
+        ({"gate": jnp.ones((3, 1, 4))}, r"gate has shape \(3, 1, 4\), expected"),
         ({"layer": 0.5}, "expected 4 and 5 axes"),
         ({"table": jnp.zeros((2, 3), jnp.int32)}, r"table is int32\[2, 3\]"),
         ({"table": jnp.zeros((3, 0), jnp.int32)}, "at least one page"),
