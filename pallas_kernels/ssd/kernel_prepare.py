@@ -41,17 +41,19 @@ class HeadTile:
 
     Attributes:
       row, chunk: which one.
+      block: the chunk's index over the rows.
+      heads: of a row.
       items: of the heads, over the rows.
       by_token: index of [B T, H'].
     """
 
     def __init__(self, shapes: Shapes):
         tiles = shapes.padded_heads // HEAD_TILE
-        block, tile = tc.split_index(lax.axis_index("block"), tiles)
-        self.row, self.chunk = tc.split_index(block, shapes.chunks)
+        self.block, tile = tc.split_index(lax.axis_index("block"), tiles)
+        self.row, self.chunk = tc.split_index(self.block, shapes.chunks)
         self.items = pl.ds((self.row * tiles + tile) * HEAD_TILE, HEAD_TILE)
-        heads = pl.ds(tile * HEAD_TILE, HEAD_TILE)
-        self.by_token = (pl.ds(block * CHUNK, CHUNK), heads)
+        self.heads = pl.ds(tile * HEAD_TILE, HEAD_TILE)
+        self.by_token = (pl.ds(self.block * CHUNK, CHUNK), self.heads)
 
     @staticmethod
     def count(shapes: Shapes) -> int:
