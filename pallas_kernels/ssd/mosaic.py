@@ -13,8 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.gated_delta_rule import tables
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY
-from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK
 from pallas_kernels.ssd.config_mosaic import (
     Config,
     Shapes,
@@ -39,6 +38,11 @@ def _table_of(shapes: Shapes, x: jax.Array) -> jax.Array:
     """[B, T, H] to [B T, H'], with zeros for the heads that `prepare` has besides."""
     missing = shapes.padded_heads - shapes.heads
     return _flat(jnp.pad(x, ((0, 0), (0, 0), (0, missing))))
+
+
+def _rates(shapes: Shapes, a: jax.Array) -> jax.Array:
+    """[H] to [H'] likewise."""
+    return jnp.pad(a, (0, shapes.padded_heads - shapes.heads))
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -69,8 +73,7 @@ def _forward(
     shapes: Shapes, config: Config, x, a, b, c, d, step, start, state, *, keeps: bool
 ):
     """y and the last state, the table of factors, and with `keeps` states of chunks."""
-    g2 = jnp.maximum(step * a[None, None, :], MIN_LOG_DECAY) * LOG2_E
-    gates = prepare(shapes, _table_of(shapes, g2), _table_of(shapes, step), start)
+    gates = prepare(shapes, _table_of(shapes, step), _rates(shapes, a), start)
     gates = checkpoint_name(gates, "ssd_gates")
     sources = {"x": _flat(x), "b": _flat(b), "c": _flat(c), "gates": gates}
     starts = _starts(shapes, FORWARD, sources, _flat(state))
@@ -101,8 +104,7 @@ def _rule_backward(
     d_states, dx, d_entries = chunk_bwd(shapes, sources, d, d_starts)
     between = {"states": states, "d_states": d_states}
     grads = chunk_grads(shapes, sources | between)
-    rate = jnp.pad(a, (0, shapes.padded_heads - shapes.heads))
-    ddt, by_chunk = step_gradients(shapes, dt_limit, grads, gates, rate)
+    ddt, by_chunk = step_gradients(shapes, dt_limit, grads, gates, _rates(shapes, a))
     # Together, which is one launch instead of three.
     da, dbias, dd = (
         z[: shapes.heads]

@@ -16,6 +16,7 @@ from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import document_starts
 from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY, Gate
+from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
 from pallas_kernels.ssd import choose, specs, ssd
 from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
@@ -115,12 +116,15 @@ def test_factors_are_sums_over_a_document_of_any_size():
     x, _, _, b, *_ = arguments(time=2 * CHUNK)
     shapes = shapes_of(x, b)
     sizes = (2 * CHUNK, shapes.padded_heads)
-    g = -rng.choice(np.float32([0, 1e-4, 0.3, 7.7, 158.7]), sizes, p=[0.2] * 5)
-    step = rng.uniform(0, 2, sizes).astype(np.float32)
+    step = rng.choice(np.float32([0, 1e-4, 0.3, 7.7, 110, 200]), sizes)
+    rate = -rng.uniform(0.5, 1.0, sizes[1]).astype(np.float32)
+    g = np.maximum(step * rate, MIN_LOG_DECAY) * np.float32(LOG2_E)
     is_first = first(1, 2 * CHUNK, (0, 5), (0, CHUNK + 30), (0, CHUNK + 31))
     starts = document_starts(is_first, CHUNK)
     with interpreted():
-        table = jit(kernel_prepare.prepare, static_argnums=0)(shapes, g, step, starts)
+        table = jit(kernel_prepare.prepare, static_argnums=0)(
+            shapes, step, rate, starts
+        )
     assert table.shape == (shapes.padded_heads, 2, len(Gate), CHUNK)
     for head, chunk in ((0, 0), (1, 1), (63, 1)):
         at = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
@@ -166,7 +170,7 @@ def test_masks_are_multiplied_from_shared_memory():
         for kernel, args, sums in (
             (
                 functools.partial(kernel_prepare.prepare, shapes),
-                (table, table, start),
+                (table, rate, start),
                 2,
             ),
             (steps, (grads, gates, rate), 1),
@@ -188,8 +192,8 @@ def test_tables_of_many_heads_are_those_of_each():
     rng = np.random.default_rng(0)
     is_first = first(2, 2 * CHUNK, (0, 5), (1, CHUNK), (1, 2 * CHUNK - 1))
     starts = np.asarray(document_starts(is_first, CHUNK)).reshape(2, 2, CHUNK)
-    by_token = [rng.normal(size=(4 * CHUNK, padded)).astype(np.float32) for _ in "gs"]
-    by_token[1], limit = abs(by_token[1]), (0.1, 2.0)
+    by_token = abs(rng.normal(size=(4 * CHUNK, padded)).astype(np.float32))
+    limit = (0.1, 2.0)
     # Some decays are at their floor.
     rate = -rng.choice(np.float32([0, 0.5, 16, 200]), padded)
     grads = {n: rng.normal(size=(2, padded, 2, CHUNK)) for n in kernel_steps.BY_HEAD}
@@ -200,13 +204,13 @@ def test_tables_of_many_heads_are_those_of_each():
     }
     with interpreted():
         table = jit(kernel_prepare.prepare, static_argnums=0)(
-            *(shapes, -abs(by_token[0]), by_token[1], starts.reshape(2, -1))
+            *(shapes, by_token, rate, starts.reshape(2, -1))
         )
         ddt, sums = jit(kernel_steps.step_gradients, static_argnums=(0, 1))(
             *(shapes, limit, flat, table, rate)
         )
     table = np.asarray(table).reshape(2, padded, 2, len(Gate), CHUNK)
-    step = by_token[1].reshape(2, 2, CHUNK, padded).transpose(0, 3, 1, 2)
+    step = by_token.reshape(2, 2, CHUNK, padded).transpose(0, 3, 1, 2)
     np.testing.assert_array_equal(table[:, :, :, Gate.BETA], step)
     ddt = np.asarray(ddt).reshape(2, 2, CHUNK, padded)[..., :heads]
     grads = {n: a[:, :heads].astype(np.float32) for n, a in grads.items()}
