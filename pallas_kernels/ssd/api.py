@@ -184,7 +184,7 @@ def ssd(
         config=config,
         implementation=implementation,
     )
-    steps = reference.step_sizes(dt, dt_bias, dt_limit=dt_limit, is_real=is_real)
+    sizes = {"dt_bias": dt_bias, "dt_limit": dt_limit, "is_real": is_real}
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that CPU users need not pay.
         from pallas_kernels.ssd import mosaic
@@ -192,18 +192,20 @@ def ssd(
         if starts is None:
             starts = tables.document_starts(is_first, CHUNK)
         return mosaic.ssd(
-            *(x, steps, a, b, c),
+            *(x, dt, a, b, c),
+            **sizes,
             d=d,
             starts=starts,
             initial_state=initial_state,
             config=choice.config,
         )
+    steps = reference.step_sizes(dt, **sizes)
     rest = {"is_first": is_first, "initial_state": initial_state}
     if choice.implementation == "reference":
         y, state = reference.ssd(x, steps, a, b, c, **rest)
     else:
-        sizes = heuristic(batch=batch, time=time, heads=heads, chunk=chunk_size)
-        y, state = xla.ssd(x, steps, a, b, c, config=sizes, **rest)
+        groups = heuristic(batch=batch, time=time, heads=heads, chunk=chunk_size)
+        y, state = xla.ssd(x, steps, a, b, c, config=groups, **rest)
     if d is not None:
         y = y + d[None, None, :, None] * x.astype(jnp.float32)
     return y.astype(x.dtype), state

@@ -10,7 +10,7 @@ in `kernel_pass`, and rows i and columns j of [C, C]:
     ds = rowsum(B o dB_h) / s            dd = trace dM
 
 and dC, dB are the sums of dC_h, dB_h over the heads of a group, in registers and in one
-fixed order. `kernel_steps` makes dg of dtotal and dexit.
+fixed order. `kernel_steps` makes dg of dtotal and dexit, and adds up dd.
 
 T is rounded to 16 bits, once: what of it is in both sums of dtotal cancels as it does
 without rounding. Its diagonal, which under strong decay is all of T, is in neither: it

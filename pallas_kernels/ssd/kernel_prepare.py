@@ -3,9 +3,10 @@
 The table is that of the gated delta rule (`Gate`), with the step size as the writing
 strength. Its sums run over the tokens of a document in a chunk, each made of its own
 terms of one sign. They are the same tokens in all heads, so a block has a chunk of
-64 heads and multiplies a matrix of zeros and ones with their log decays, which it cuts
-into three numbers of 16 bits each, so that no bit of them is lost. Two warpgroups share
-a block's table: one has the sums from documents' starts, one those to the chunk's exit.
+64 heads and multiplies a matrix of zeros and ones with their log decays s a, which it
+cuts into three numbers of 16 bits each, so that no bit of them is lost. Two warpgroups
+share a block's table: one has the sums from documents' starts, one those to the
+chunk's exit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import hw
 from pallas_kernels.gated_delta_rule import tensor_core as tc
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, SQUARE, Gate
+from pallas_kernels.gated_delta_rule.config_mosaic import (
+    CHUNK,
+    MIN_LOG_DECAY,
+    SQUARE,
+    Gate,
+)
+from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
 from pallas_kernels.ssd.config_mosaic import HEAD_TILE, Shapes
 
 
@@ -41,17 +48,19 @@ class HeadTile:
 
     Attributes:
       row, chunk: which one.
+      block: the chunk's index over the rows.
+      heads: of a row.
       items: of the heads, over the rows.
       by_token: index of [B T, H'].
     """
 
     def __init__(self, shapes: Shapes):
         tiles = shapes.padded_heads // HEAD_TILE
-        block, tile = tc.split_index(lax.axis_index("block"), tiles)
-        self.row, self.chunk = tc.split_index(block, shapes.chunks)
+        self.block, tile = tc.split_index(lax.axis_index("block"), tiles)
+        self.row, self.chunk = tc.split_index(self.block, shapes.chunks)
         self.items = pl.ds((self.row * tiles + tile) * HEAD_TILE, HEAD_TILE)
-        heads = pl.ds(tile * HEAD_TILE, HEAD_TILE)
-        self.by_token = (pl.ds(block * CHUNK, CHUNK), heads)
+        self.heads = pl.ds(tile * HEAD_TILE, HEAD_TILE)
+        self.by_token = (pl.ds(self.block * CHUNK, CHUNK), self.heads)
 
     @staticmethod
     def count(shapes: Shapes) -> int:
@@ -65,8 +74,8 @@ FROM_START, TO_EXIT = (Gate.TOTAL, Gate.ENTER), (Gate.LEAVE, Gate.BETA, Gate.STA
 
 
 def _prepare_kernel(
-    g_ref,
     step_ref,
+    rate_ref,
     start_ref,
     gates_ref,
     *,
@@ -103,7 +112,9 @@ def _prepare_kernel(
 
     @pl.when(warpgroup == 0)
     def _():
-        cut(tc.load_global(g_ref.at[here]), parts)  # [C, 64 heads]
+        rate = tc.load_global(rate_ref.at[place.heads], tc.PER_COLUMN)
+        g = tc.load_global(step_ref.at[here]) * tc.per_column(rate, SQUARE)
+        cut(jnp.maximum(g, MIN_LOG_DECAY) * LOG2_E, parts)  # [C, 64 heads]
         plgpu.commit_smem()
         plgpu.barrier_arrive(ready)
         # A document's first token has nothing to decay, hence ">" and not ">=".
@@ -123,14 +134,14 @@ def _prepare_kernel(
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
 @functools.partial(jax.jit, static_argnums=0)
 def prepare(
-    shapes: Shapes, g: jax.Array, step: jax.Array, start: jax.Array
+    shapes: Shapes, step: jax.Array, rate: jax.Array, start: jax.Array
 ) -> jax.Array:
     """Makes the table of factors.
 
     Args:
       shapes: sizes of the call.
-      g: f32[B T, H'], log decay in base 2, from -160 to 0, of `padded_heads`.
-      step: f32[B T, H'], step sizes.
+      step: f32[B T, H'], step sizes of `padded_heads`.
+      rate: f32[H'], a.
       start: i32[B, T] from `document_starts`.
 
     Returns:
@@ -159,4 +170,4 @@ def prepare(
         scratch_types=scratch,
         kernel_name="pk_ssd_prepare",
         compiler_params=tc.params(),
-    )(g, step, start)
+    )(step, rate, start)

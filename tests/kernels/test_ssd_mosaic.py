@@ -15,7 +15,8 @@ from pallas_kernels._common import hw
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import document_starts
-from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, Gate
+from pallas_kernels.gated_delta_rule.config_mosaic import CHUNK, MIN_LOG_DECAY, Gate
+from pallas_kernels.gated_delta_rule.kernel_inverse import LOG2_E
 from pallas_kernels.ssd import choose, specs, ssd
 from pallas_kernels.ssd.config_mosaic import (
     HEAD_DIM,
@@ -25,29 +26,31 @@ from pallas_kernels.ssd.config_mosaic import (
     plan_segments,
     shapes_of,
 )
+from pallas_kernels.ssd.reference import NO_LIMIT
 
 
-NAMES = ("y", "state", "dx", "ddt", "da", "db", "dc", "dd", "dinitial")
-LIMITS = dict(
-    zip(NAMES, (5e-3, 5e-3, 8e-3, 2e-2, 2e-2, 8e-3, 8e-3, 8e-3, 8e-3), strict=True)
-)
+NAMES = ("y", "state", "dx", "ddt", "da", "db", "dc", "dd", "dbias", "dinitial")
+LIMITS = dict.fromkeys(NAMES, 8e-3)
+LIMITS |= dict.fromkeys(("y", "state"), 5e-3)
+LIMITS |= dict.fromkeys(("ddt", "da", "dbias"), 2e-2)
 
 
 def arguments(batch=1, time=CHUNK, heads=2, groups=1, dtype="bfloat16", seed=0):
-    """x, dt, a, b, c, d, initial state; the first head never forgets."""
+    """x, dt, a, b, c, d, dt_bias, initial state; the first head never forgets."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return rng.standard_normal(shape, np.float32)
 
     x = normal(batch, time, heads, HEAD_DIM).astype(dtype)
-    dt = normal(batch, time, heads) - 2
+    bias = np.linspace(-0.5, 0.5, heads, dtype=np.float32)
+    dt = normal(batch, time, heads) - 2 - bias
     a = -rng.uniform(0.1, 2.0, heads).astype(np.float32)
     a[0] = 0
     b, c = STATE_DIM**-0.5 * normal(2, batch, time, groups, STATE_DIM)
     d = normal(heads)
     state = normal(batch, heads, HEAD_DIM, STATE_DIM)
-    arrays = (x, dt, a, b.astype(dtype), c.astype(dtype), d, state)
+    arrays = (x, dt, a, b.astype(dtype), c.astype(dtype), d, bias, state)
     return tuple(jnp.asarray(m) for m in arrays)
 
 
@@ -62,11 +65,13 @@ def exact(args):
     return tuple(m.astype(jnp.float32) for m in args)
 
 
-def rule(args, is_first, implementation, config=None, is_real=None):
-    *inputs, d, state = args
+def rule(args, is_first, implementation, config=None, is_real=None, dt_limit=NO_LIMIT):
+    *inputs, d, bias, state = args
     return ssd(
         *inputs,
         d=d,
+        dt_bias=bias,
+        dt_limit=dt_limit,
         is_first=is_first,
         is_real=is_real,
         initial_state=state,
@@ -81,14 +86,15 @@ compiled_rule = jit(rule, static_argnums=(2, 3))
 
 def cotangents(args):
     rng = np.random.default_rng(99)
-    dy, d_state = (rng.standard_normal(args[i].shape, np.float32) for i in (0, 6))
+    dy, d_state = (rng.standard_normal(args[i].shape, np.float32) for i in (0, -1))
     return jnp.asarray(dy.astype(args[0].dtype)), jnp.asarray(d_state)
 
 
 def rule_with_gradients(args, is_first, cotangents, implementation, config=None):
-    """y, final state and the seven gradients."""
+    """y, final state and the eight gradients; some steps are clipped."""
+    run = functools.partial(rule, dt_limit=(0.0, 3.5))
     out, pullback = jax.vjp(
-        lambda *args: rule(args, is_first, implementation, config), *args
+        lambda *args: run(args, is_first, implementation, config), *args
     )
     dy, d_state = cotangents
     return *out, *pullback((dy.astype(out[0].dtype), d_state))
@@ -110,12 +116,15 @@ def test_factors_are_sums_over_a_document_of_any_size():
     x, _, _, b, *_ = arguments(time=2 * CHUNK)
     shapes = shapes_of(x, b)
     sizes = (2 * CHUNK, shapes.padded_heads)
-    g = -rng.choice(np.float32([0, 1e-4, 0.3, 7.7, 158.7]), sizes, p=[0.2] * 5)
-    step = rng.uniform(0, 2, sizes).astype(np.float32)
+    step = rng.choice(np.float32([0, 1e-4, 0.3, 7.7, 110, 200]), sizes)
+    rate = -rng.uniform(0.5, 1.0, sizes[1]).astype(np.float32)
+    g = np.maximum(step * rate, MIN_LOG_DECAY) * np.float32(LOG2_E)
     is_first = first(1, 2 * CHUNK, (0, 5), (0, CHUNK + 30), (0, CHUNK + 31))
     starts = document_starts(is_first, CHUNK)
     with interpreted():
-        table = jit(kernel_prepare.prepare, static_argnums=0)(shapes, g, step, starts)
+        table = jit(kernel_prepare.prepare, static_argnums=0)(
+            shapes, step, rate, starts
+        )
     assert table.shape == (shapes.padded_heads, 2, len(Gate), CHUNK)
     for head, chunk in ((0, 0), (1, 1), (63, 1)):
         at = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
@@ -152,17 +161,22 @@ def test_masks_are_multiplied_from_shared_memory():
     table = jax.ShapeDtypeStruct((2 * CHUNK, shapes.padded_heads), jnp.float32)
     start = jax.ShapeDtypeStruct((1, 2 * CHUNK), jnp.int32)
     by_head = jax.ShapeDtypeStruct((shapes.padded_heads, 2 * CHUNK), jnp.float32)
-    grads = dict.fromkeys((*kernel_steps.SUMMED, "dstep"), by_head)
+    grads = dict.fromkeys(kernel_steps.BY_HEAD, by_head)
     gates = (shapes.padded_heads, 2, len(Gate), CHUNK)
     gates = jax.ShapeDtypeStruct(gates, jnp.float32)
+    rate = jax.ShapeDtypeStruct((shapes.padded_heads,), jnp.float32)
+    steps = functools.partial(kernel_steps.step_gradients, shapes, NO_LIMIT)
     with hw.assume():
-        for kernel, args in (
-            (kernel_prepare.prepare, (table, table, start)),
-            (kernel_steps.step_gradients, (grads, gates)),
+        for kernel, args, sums in (
+            (
+                functools.partial(kernel_prepare.prepare, shapes),
+                (table, rate, start),
+                2,
+            ),
+            (steps, (grads, gates, rate), 1),
         ):
-            traced = jax.make_jaxpr(functools.partial(kernel, shapes))(*args)
-            operands = list(_left_operands(traced.jaxpr))
-            assert len(operands) == 2 * kernel_prepare.PARTS
+            operands = list(_left_operands(jax.make_jaxpr(kernel)(*args).jaxpr))
+            assert len(operands) == sums * kernel_prepare.PARTS
             assert all(str(x).startswith("Ref<smem>") for x in operands), operands
 
 
@@ -178,9 +192,11 @@ def test_tables_of_many_heads_are_those_of_each():
     rng = np.random.default_rng(0)
     is_first = first(2, 2 * CHUNK, (0, 5), (1, CHUNK), (1, 2 * CHUNK - 1))
     starts = np.asarray(document_starts(is_first, CHUNK)).reshape(2, 2, CHUNK)
-    by_token = [rng.normal(size=(4 * CHUNK, padded)).astype(np.float32) for _ in "gs"]
-    names = (*kernel_steps.SUMMED, "dstep")
-    grads = {n: rng.normal(size=(2, padded, 2, CHUNK)) for n in names}
+    by_token = abs(rng.normal(size=(4 * CHUNK, padded)).astype(np.float32))
+    limit = (0.1, 2.0)
+    # Some decays are at their floor.
+    rate = -rng.choice(np.float32([0, 0.5, 16, 200]), padded)
+    grads = {n: rng.normal(size=(2, padded, 2, CHUNK)) for n in kernel_steps.BY_HEAD}
     for array in grads.values():
         array[:, heads:] = np.nan
     flat = {
@@ -188,25 +204,39 @@ def test_tables_of_many_heads_are_those_of_each():
     }
     with interpreted():
         table = jit(kernel_prepare.prepare, static_argnums=0)(
-            *(shapes, -abs(by_token[0]), by_token[1], starts.reshape(2, -1))
+            *(shapes, by_token, rate, starts.reshape(2, -1))
         )
-        found = jit(kernel_steps.step_gradients, static_argnums=0)(shapes, flat, table)
+        ddt, sums = jit(kernel_steps.step_gradients, static_argnums=(0, 1))(
+            *(shapes, limit, flat, table, rate)
+        )
     table = np.asarray(table).reshape(2, padded, 2, len(Gate), CHUNK)
-    step = by_token[1].reshape(2, 2, CHUNK, padded).transpose(0, 3, 1, 2)
+    step = by_token.reshape(2, 2, CHUNK, padded).transpose(0, 3, 1, 2)
     np.testing.assert_array_equal(table[:, :, :, Gate.BETA], step)
-    dstep, dg = (
-        np.asarray(x).reshape(2, 2, CHUNK, padded)[..., :heads].transpose(0, 3, 1, 2)
-        for x in found
-    )
+    ddt = np.asarray(ddt).reshape(2, 2, CHUNK, padded)[..., :heads]
     grads = {n: a[:, :heads].astype(np.float32) for n, a in grads.items()}
-    np.testing.assert_array_equal(dstep, grads["dstep"])
+    step, rate = step[:, :heads].astype(np.float64), rate[:heads, None, None]
     begin = starts[:, None, :, None, :]  # of the token that is summed
     token, other = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None]
     later = (token <= other) & (token > begin)
     reaches = token[:, 0] > starts[:, None, :, -1:]
-    want = (later * grads["d_total"][..., None, :]).sum(-1)
-    want += reaches * grads["exits"].sum(-1, keepdims=True)
-    np.testing.assert_allclose(dg, want, atol=2e-5)
+    dg = (later * grads["d_total"][..., None, :]).sum(-1)
+    dg += reaches * grads["exits"].sum(-1, keepdims=True)
+    dg *= step * rate > MIN_LOG_DECAY
+    inside = (step > limit[0]) & (step < limit[1])
+    want = (grads["dstep"] + dg * rate) * -np.expm1(-step) * inside
+    np.testing.assert_allclose(ddt.transpose(0, 3, 1, 2), want, rtol=1e-5, atol=1e-4)
+    for name, terms in (("da", step * dg), ("dbias", want), ("dd", grads["dd"])):
+        got = np.asarray(sums[name]).reshape(2, 2, padded)[..., :heads]
+        want = terms.sum(-1).transpose(0, 2, 1)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-3, err_msg=name)
+
+
+def test_slopes_of_steps_of_any_size():
+    from pallas_kernels.ssd.kernel_steps import slope
+
+    step = np.geomspace(1e-12, 50, 1000, dtype=np.float32)
+    want = -np.expm1(-step.astype(np.float64))
+    np.testing.assert_allclose(jit(slope, static_argnums=1)(step, NO_LIMIT), want, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -262,13 +292,13 @@ def test_total_decay_and_padding_leave_finite_results():
 def test_a_document_is_bit_equal_wherever_it_stands():
     # Row 0 has two documents, row 1 the second of them and then padding.
     time = 2 * CHUNK
-    x, dt, a, b, c, d, state = arguments(batch=2, time=time)
+    x, dt, a, b, c, *rest = arguments(batch=2, time=time)
     x, dt, b, c = (m.at[1, :CHUNK].set(m[0, CHUNK:]) for m in (x, dt, b, c))
     is_real = jnp.arange(time)[None] < jnp.array([[time], [CHUNK]])
     is_first = first(2, time, (0, CHUNK), (1, 0))
     with interpreted():
         y, last = jit(rule, static_argnums=(2, 3))(
-            (x, dt, a, b, c, d, state), is_first, "mosaic", None, is_real=is_real
+            (x, dt, a, b, c, *rest), is_first, "mosaic", None, is_real=is_real
         )
     np.testing.assert_array_equal(y[0, CHUNK:], y[1, :CHUNK])
     np.testing.assert_array_equal(last[0], last[1])
@@ -327,7 +357,7 @@ def test_gradients_have_the_shapes_and_dtypes_of_their_inputs():
         return jnp.sum(y.astype(jnp.float32)) + jnp.sum(state)
 
     with hw.assume():
-        grads = jax.eval_shape(jax.grad(loss, argnums=range(7)), *args)
+        grads = jax.eval_shape(jax.grad(loss, argnums=range(8)), *args)
     for grad, arg in zip(grads, args, strict=True):
         assert (grad.shape, grad.dtype) == (arg.shape, arg.dtype)
 
@@ -409,7 +439,7 @@ def test_layers_of_equal_sizes_share_their_kernels():
         return jnp.sum(x.astype(jnp.float32))
 
     # Without the value, the last layer's forward would have a result less.
-    text = lowered(jax.value_and_grad(three_layers, argnums=range(7)), *args)
+    text = lowered(jax.value_and_grad(three_layers, argnums=range(8)), *args)
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 7
     for name in (
         "prepare",
@@ -439,11 +469,9 @@ def test_models_on_the_card(name, segments):
     got = mosaic(*args)
     in_f32 = [m.astype(jnp.float32) if m.dtype == spec.dtype else m for m in args]
     want = run("reference")(*in_f32)
-    names = (*NAMES[:-1], "dbias", NAMES[-1])
-    for label, a, b in zip(names, got, want, strict=True):
-        assert_close(a, b, rel=LIMITS.get(label, LIMITS["da"]), name=label)
+    assert_all_close(got, want)
     for _ in range(100):
-        for label, a, b in zip(names, mosaic(*args), got, strict=True):
+        for label, a, b in zip(NAMES, mosaic(*args), got, strict=True):
             assert bool(jnp.array_equal(a, b)), label
 
 
@@ -467,6 +495,6 @@ def test_documents_that_no_border_cuts_have_the_same_bits():
         for count in (1, 4)
     )
     for name, a, b in zip(NAMES, whole, split, strict=True):
-        # Of a head's gradients each token's terms are summed, in an order of XLA's.
-        if name not in ("da", "dd"):
+        # Of a head's gradients each chunk's terms are summed, in an order of XLA's.
+        if name not in ("da", "dd", "dbias"):
             assert bool(jnp.array_equal(a, b)), name
