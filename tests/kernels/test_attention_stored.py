@@ -205,12 +205,11 @@ def test_scores_of_documents_are_stored_where_theirs_fit(monkeypatch):
     many, one = lengths(64, 64, 64, 8, time=time), lengths(200, time=time)
     # The documents are a program's arguments: one for both.
     kernels, reference = program("mosaic", config=config), program("reference")
+    blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
+    make = jax.jit(functools.partial(tile_bounds, batch=batch, time=time, **blocks))
     for rows, pairs, factor in (((many, many), 4, 2), ((many, one), 6, 1)):
         ids = np.concatenate(rows)
-        blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
-        bounds = tile_bounds(
-            batch=batch, time=time, q_segment_ids=ids, kv_segment_ids=ids, **blocks
-        )
+        bounds = make(q_segment_ids=ids, kv_segment_ids=ids)
         assert bounds.pairs == pairs
         assert kernel_bwd_stored.parts_for_documents(plan, bounds).pairs == 5
         with interpreted():
