@@ -155,7 +155,7 @@ def test_chunks_are_inverted_whatever_the_keys():
         return jnp.swapaxes(x, 1, 2)[:, 0]
 
     with interpreted():
-        inverse, gates = jit(
+        inverse, gates = jax.jit(
             functools.partial(kernel_inverse.prepare, shapes_of(args))
         )(
             flat(k),
@@ -337,7 +337,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
         moved[i] = moved[i].at[1, CHUNK:].set(0)
     is_first = first(2, 2 * CHUNK, (0, CHUNK), (1, 0))
     with interpreted():
-        o, state = jit(rule, static_argnums=2)((*moved, args[5]), is_first, "mosaic")
+        o, state = compiled_rule((*moved, args[5]), is_first, "mosaic")
     np.testing.assert_array_equal(o[0, CHUNK:], o[1, :CHUNK])
     np.testing.assert_array_equal(state[0], state[1])
 
