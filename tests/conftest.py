@@ -6,7 +6,7 @@ import os
 
 # Traced programs are large webs of objects that stay; Python would look through them
 # for garbage every 700 allocations.
-gc.set_threshold(20_000)
+gc.set_threshold(100_000, 20)
 os.environ.setdefault("NNX_GRAPH_MODE", "false")
 os.environ.setdefault("NNX_GRAPH_UPDATES", "false")
 _FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -49,3 +49,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_sessionfinish(session):
+    """Looks for garbage once: pytest does so five times, through all programs."""
+    gc.collect()
+    gc.freeze()

@@ -91,9 +91,10 @@ def test_padding_may_stand_anywhere():
     np.testing.assert_array_equal(aligned.k_pre[1, :3], text.k[1, :3])
     policy = DenseCacheConfig(prefill_budget=4, prefill_sinks=1)
     cache = PolicyCache.init([policy], lt.SPEC, 3, 8, jnp.float32)
+    mix = jax.jit(lambda tokens: cache.layer(jnp.int32(0)).mix(tokens, lt.SPEC)[0])
+    o = mix(tokens)
+    right = jax.jit(lambda aligned: policy.attend_prompt(aligned, lt.SPEC))(aligned)
     for row, places in ((1, [2, 3, 4]), (2, [0, 1, 4])):
-        o, _ = cache.layer(jnp.int32(0)).mix(tokens, lt.SPEC)
-        right = policy.attend_prompt(aligned, lt.SPEC)
         np.testing.assert_array_equal(o[row, np.array(places)], right[row, :3])
 
 

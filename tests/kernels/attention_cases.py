@@ -40,18 +40,8 @@ def lengths(*documents, time):
     return np.pad(ids, (0, time - len(ids)))[None].astype(np.int32)
 
 
-def results(
-    args,
-    implementation,
-    *,
-    sinks=None,
-    ids=None,
-    kv_ids=None,
-    share_bounds=False,
-    is_prefix=None,
-    **options,
-):
-    """o, lse and all gradients, those of lse among them; -inf becomes 0."""
+def program(implementation, *, share_bounds=False, **options):
+    """`results` of the arguments alone, compiled for all that have the same shapes."""
 
     def run(args, sinks, ids, kv_ids, is_prefix):
         q, k, v, do, d_lse = args
@@ -85,7 +75,21 @@ def results(
         grads = pull((do.astype(o.dtype), jnp.where(seen, d_lse, 0.0)))
         return o, jnp.where(seen, lse, 0.0), *(x for x in grads if x is not None)
 
-    return jax.jit(run)(args, sinks, ids, kv_ids, is_prefix)
+    return jax.jit(run)
+
+
+def results(
+    args,
+    implementation,
+    *,
+    sinks=None,
+    ids=None,
+    kv_ids=None,
+    is_prefix=None,
+    **options,
+):
+    """o, lse and all gradients, those of lse among them; -inf becomes 0."""
+    return program(implementation, **options)(args, sinks, ids, kv_ids, is_prefix)
 
 
 def interpreted_results(args, **options):

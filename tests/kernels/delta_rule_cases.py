@@ -62,8 +62,9 @@ def rule(args, is_first, implementation, config=None):
     )
 
 
-# One program for each implementation and each set of shapes.
-compiled_rule = jit(rule, static_argnums=(2, 3))
+# One program for each implementation and each set of shapes. A forward is compiled
+# longer than it runs, so not by `running.jit`.
+compiled_rule = jax.jit(rule, static_argnums=(2, 3))
 
 
 def cotangents(args):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from running import jit
 
 from pallas_kernels._common import bench
 from pallas_kernels._common.testing import assert_close
@@ -31,7 +30,7 @@ xla_rule = functools.partial(gated_delta_rule, implementation="xla")
 def compiled(spec, implementation):
     """Results and gradients of `arguments`."""
     op = functools.partial(gated_delta_rule, implementation=implementation)
-    return jit(specs.run(spec, op, backward=True))
+    return jax.jit(specs.run(spec, op, backward=True))
 
 
 def arguments(spec, seed=0):
@@ -137,7 +136,7 @@ def test_groups_of_chunks_change_nothing():
     config = Config(chunk=16, group=2, save=False)
     rule = functools.partial(xla.gated_delta_rule, scale=0.25, config=config)
     args = arguments(spec)
-    got = jit(specs.run(spec, rule, backward=True))(*args)
+    got = jax.jit(specs.run(spec, rule, backward=True))(*args)
     for label, a, b in zip(NAMES, got, recurrence(*args), strict=True):
         assert_close(a, b, name=label)
 
@@ -147,7 +146,7 @@ def test_inverse_is_stable_for_identical_keys():
     size = 64
     strengths = np.float32([0.98, 1.9])[:, None, None]
     lower = np.tril(np.broadcast_to(strengths, (2, size, size)), -1)
-    got = jit(inverse.unit_lower_inverse)(lower)
+    got = jax.jit(inverse.unit_lower_inverse)(lower)
     want = np.linalg.inv(np.eye(size) + lower.astype(np.float64))
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, rel=1e-5)
@@ -208,7 +207,7 @@ ROWS = specs.Spec(
     value_dim=16,
     dtype="float32",
 )
-rows_rule = jit(functools.partial(xla_rule, chunk_size=16))
+rows_rule = jax.jit(functools.partial(xla_rule, chunk_size=16))
 
 
 def moved(x, begin, end, to=0):
@@ -311,7 +310,7 @@ def test_backward_keeps_no_state_per_chunk_of_a_long_row():
 def test_lowers_for_cuda(backward):
     spec = next(specs.specs("perf"))
     arguments = jax.eval_shape(spec.arguments, jax.random.key(0))
-    run = jit(specs.run(spec, xla_rule, backward))
+    run = jax.jit(specs.run(spec, xla_rule, backward))
     run.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 

@@ -155,7 +155,7 @@ def test_chunks_are_inverted_whatever_the_keys():
         return jnp.swapaxes(x, 1, 2)[:, 0]
 
     with interpreted():
-        inverse, gates = jit(
+        inverse, gates = jax.jit(
             functools.partial(kernel_inverse.prepare, shapes_of(args))
         )(
             flat(k),
@@ -209,16 +209,23 @@ def test_places_of_the_backward_ring_are_used_again():
     assert_close(d_initial.reshape(want[7].shape), want[7], rel=8e-3, name="dinitial")
 
 
-def test_states_and_their_gradients_run_through_the_chunks(documents):
+@pytest.fixture(scope="module")
+def chunks_backward(documents):
+    """What one kernel computes again and hands to that of the gradients."""
     from pallas_kernels.gated_delta_rule import kernel_bwd
 
     args, is_first = documents
     do, d_last = cotangents(args)
     inputs = sources(args, is_first, do=flat(do))
     with interpreted():
-        between, _ = jit(
-            functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE)
-        )(inputs, flat(args[5]), flat(d_last))
+        return jit(functools.partial(kernel_bwd.chunk_bwd, shapes_of(args), SCALE))(
+            inputs, flat(args[5]), flat(d_last)
+        )
+
+
+def test_states_and_their_gradients_run_through_the_chunks(documents, chunks_backward):
+    args, is_first = documents
+    between, _ = chunks_backward
     states, d_states = states_between(args, is_first)
     assert_close(between["states"], states, rel=5e-3, block_axes=(0, 1), name="states")
     assert_close(between["d_states"], d_states, rel=8e-3, name="d_states")
@@ -244,7 +251,7 @@ def test_all_gradients_are_those_of_the_recurrence(forgetful, grads):
         assert_all_close([got], [want[i][:, :, 1]], [NAMES[i]])
 
 
-def test_the_forward_keeps_what_the_backward_would_compute(documents):
+def test_the_forward_keeps_what_the_backward_would_compute(documents, chunks_backward):
     from pallas_kernels.gated_delta_rule import kernel_bwd, kernel_fwd
 
     args, is_first = documents
@@ -260,9 +267,7 @@ def test_the_forward_keeps_what_the_backward_would_compute(documents):
         jax.block_until_ready(written)
         got = kernel_bwd.reverse_bwd(shapes, SCALE, reverse, flat(d_last))
         jax.block_until_ready(got)
-        want, d_initial = kernel_bwd.chunk_bwd(
-            shapes, SCALE, inputs | reverse, state, flat(d_last)
-        )
+    want, d_initial = chunks_backward
     np.testing.assert_array_equal(got[1], d_initial)
     between = got[0] | {"states": states, "written": written}
     assert between.keys() == want.keys()
@@ -332,7 +337,7 @@ def test_a_document_is_bit_equal_wherever_it_stands():
         moved[i] = moved[i].at[1, CHUNK:].set(0)
     is_first = first(2, 2 * CHUNK, (0, CHUNK), (1, 0))
     with interpreted():
-        o, state = jit(rule, static_argnums=2)((*moved, args[5]), is_first, "mosaic")
+        o, state = compiled_rule((*moved, args[5]), is_first, "mosaic")
     np.testing.assert_array_equal(o[0, CHUNK:], o[1, :CHUNK])
     np.testing.assert_array_equal(state[0], state[1])
 
@@ -340,9 +345,8 @@ def test_a_document_is_bit_equal_wherever_it_stands():
 def test_total_decay_leaves_finite_results():
     args = arguments(time=100, group=2)
     args = (*args[:3], args[3].at[:, 1::7].set(-1e4), *args[4:])
-    config = Config(segments=1)
     with interpreted():
-        got = compiled_rule(args, first(1, 100), "mosaic", config)
+        got = compiled_rule(args, first(1, 100), "mosaic")
     want = compiled_rule(exact(args), first(1, 100), "reference")
     assert_all_close(got, want, NAMES[:2])
 

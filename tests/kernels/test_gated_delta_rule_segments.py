@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from running import jit
 
 from pallas_kernels._common.testing import assert_close
 from pallas_kernels.gated_delta_rule import segments, xla
@@ -55,7 +54,7 @@ def joined(x):
 rule = functools.partial(xla.gated_delta_rule, scale=SCALE, config=CONFIG)
 
 
-@jit
+@jax.jit
 def whole(args, is_first, cotangents):
     def run(*args):
         *tokens, state = args
@@ -65,7 +64,7 @@ def whole(args, is_first, cotangents):
     return *out, *pullback(cotangents)
 
 
-@jit
+@jax.jit
 def in_stretches(args, is_first, cotangents):
     """The same through summaries; gradients of the stretches by `jax.vjp`."""
     *tokens, state = args

@@ -84,38 +84,41 @@ def test_a_step_is_what_the_ops_of_a_layer_compute():
     spec = dataclasses.replace(KERNEL, spare=0, skipped=False)
     args = arguments(spec, 1)
     args = (*args[:3], jnp.arange(spec.batch, dtype=jnp.int32), *args[4:])
-    xbc, dt, z, _, conv, state, *parameters = args
-    layer = dataclasses.replace(spec.layer(*parameters), dt_limit=(0.05, 1.0))
-    got = ssd_step(xbc, dt, z, layer, conv, state, implementation="xla")
-    channels, window = causal_conv1d(
-        xbc[:, None],
-        layer.conv_weight,
-        bias=layer.conv_bias,
-        initial_state=conv,
-        activation="silu",
-    )
-    wide = spec.heads * spec.head_dim
-    x, b, c = jnp.split(channels, (wide, wide + spec.groups * spec.state), axis=-1)
-    y, last = ssd(
-        x.reshape(*x.shape[:2], spec.heads, spec.head_dim),
-        dt[:, None],
-        -jnp.exp(layer.A_log),
-        *(m.reshape(*m.shape[:2], spec.groups, spec.state) for m in (b, c)),
-        d=layer.D,
-        dt_bias=layer.dt_bias,
-        dt_limit=layer.dt_limit,
-        initial_state=state,
-        implementation="reference",
-    )
-    y = rms_norm(
-        y.reshape(z.shape),
-        layer.norm_scale,
-        eps=layer.norm_eps,
-        gate=z,
-        norm_before_gate=False,
-        num_groups=spec.groups,
-    )
-    assert_results(got, (y, window, last))
+
+    def both(xbc, dt, z, _, conv, state, *parameters):
+        layer = dataclasses.replace(spec.layer(*parameters), dt_limit=(0.05, 1.0))
+        got = ssd_step(xbc, dt, z, layer, conv, state, implementation="xla")
+        channels, window = causal_conv1d(
+            xbc[:, None],
+            layer.conv_weight,
+            bias=layer.conv_bias,
+            initial_state=conv,
+            activation="silu",
+        )
+        wide = spec.heads * spec.head_dim
+        x, b, c = jnp.split(channels, (wide, wide + spec.groups * spec.state), axis=-1)
+        y, last = ssd(
+            x.reshape(*x.shape[:2], spec.heads, spec.head_dim),
+            dt[:, None],
+            -jnp.exp(layer.A_log),
+            *(m.reshape(*m.shape[:2], spec.groups, spec.state) for m in (b, c)),
+            d=layer.D,
+            dt_bias=layer.dt_bias,
+            dt_limit=layer.dt_limit,
+            initial_state=state,
+            implementation="reference",
+        )
+        y = rms_norm(
+            y.reshape(z.shape),
+            layer.norm_scale,
+            eps=layer.norm_eps,
+            gate=z,
+            norm_before_gate=False,
+            num_groups=spec.groups,
+        )
+        return got, (y, window, last)
+
+    assert_results(*jax.jit(both)(*args))
 
 
 def test_skipped_rows_move_no_bit():

@@ -79,8 +79,18 @@ def kernel(execute, temporary):
     }
     # From the root here; execute.py, which saves the notebooks, runs them in their own.
     with execute["kernel"](ROOT, environment) as client:
+        begin = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(BEGIN)])
+        execute["run"](begin, client)
         yield client
 
+
+# As `tests/conftest.py` does it for the other tests.
+BEGIN = """\
+import gc
+from tests.staging import put_numpy
+gc.set_threshold(20_000)
+put_numpy()
+"""
 
 # Leaves what a new kernel has: no names, and the setting that a notebook changes.
 FORGET = """\

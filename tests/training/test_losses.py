@@ -1,5 +1,7 @@
 """Chunked cross-entropy equals the dense form and never holds all logits."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,18 @@ def dense(kernel, hidden, targets, weights, z_loss):
     return jnp.sum(weights * (nats + z_loss * z))
 
 
+@functools.partial(jax.jit, static_argnames="z_loss")
+def of_whole_logits(kernel, hidden, targets, weights, z_loss):
+    """Half the loss, its gradients, hits, and the sums of `dense_cross_entropy`."""
+    loss, grads = jax.value_and_grad(
+        lambda k, h: 0.5 * dense(k, h, targets, weights, z_loss), argnums=(0, 1)
+    )(kernel, hidden)
+    logits = hidden @ kernel[None]
+    hits = (jnp.argmax(logits, -1) == targets).astype(jnp.float32)
+    sums = dense_cross_entropy(logits, targets, weights, z_loss=z_loss)
+    return loss, grads, hits, sums
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 10, 64])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_equals_dense_with_gradients(problem, chunk, z_loss):
@@ -48,18 +62,14 @@ def test_equals_dense_with_gradients(problem, chunk, z_loss):
     args = problem["kernel"], problem["hidden"]
     grad = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1), has_aux=True))
     (loss, sums), got = grad(*args)
-    want_loss, want = jax.value_and_grad(
-        lambda k, h: 0.5 * dense(k, h, targets, weights, z_loss), argnums=(0, 1)
-    )(*args)
+    want_loss, want, hits, want_sums = of_whole_logits(
+        *args, targets, weights, z_loss=z_loss
+    )
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
-    logits = problem["hidden"] @ problem["kernel"][None]
     np.testing.assert_allclose(sums.weight, weights.sum())
-    hits = (jnp.argmax(logits, -1) == targets).astype(jnp.float32)
     np.testing.assert_allclose(sums.correct, (weights * hits).sum())
-    chex.assert_trees_all_close(
-        sums, dense_cross_entropy(logits, targets, weights, z_loss=z_loss), rtol=1e-5
-    )
+    chex.assert_trees_all_close(sums, want_sums, rtol=1e-5)
 
 
 def test_masked_tokens_keep_nan_out(problem):
