@@ -500,7 +500,7 @@ def measure(
 
     rows, first = [], None
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        # One model trains while those behind it are compiled.
+        # One model trains while those behind it are compiled; `train_s` is no speed.
         for contender in pool.map(make, config.models.items()):
             ready = clock.perf_counter() - start
             outcome = train(contender, config, arrays)

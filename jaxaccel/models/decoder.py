@@ -119,11 +119,10 @@ class Block(nnx.Module):
         """Adds the feed-forward part to [B, T, D]; see `few_rows` for `decodes`."""
         if few_rows.adds_itself(self.mlp, x, decodes=decodes):
             return self.mlp.added(x, self.mlp_norm), None
-        x = few_rows.settled(x)
-        if isinstance(self.mlp, MoE):
-            y, aux = self.mlp(self.mlp_norm(x), meta, decodes=decodes)
-            return x + y, aux
-        return x + self.mlp(self.mlp_norm(x)), None
+        h = self.mlp_norm(x := few_rows.settled(x))
+        mixes = isinstance(self.mlp, MoE)
+        y, aux = self.mlp(h, meta, decodes=decodes) if mixes else (self.mlp(h), None)
+        return x + y, aux
 
 
 class MTPHead(nnx.Module):

@@ -74,7 +74,7 @@ class Stream:
         if y is not None:
             # What multiplies something of its own follows no other product.
             _ = self.value
-            self._y = y.reshape(-1, y.shape[-1])
+            self._y = y.reshape(-1, y.shape[-1]).astype(product.weights[0].dtype)
         self._waiting.append(product)
 
     def launch(self, *more: Product) -> tuple[jax.Array, ...]:

@@ -58,6 +58,10 @@ def normalize(setting: str | Mapping[str, str] | Any | None) -> Implementations:
                 f"implementation: no op {op!r}, allowed are {', '.join(OPS)}"
             )
         _check_name(name)
+    if "gemv_chain" in dict(pairs) and "gemv" not in dict(pairs):
+        raise ValueError(
+            "implementation: gemv_chain is named without gemv, whose products it joins"
+        )
     return pairs
 
 

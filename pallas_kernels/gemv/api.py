@@ -64,6 +64,11 @@ def choose(
         "depth": x.shape[1],
         "widths": tuple(w.shape[1] for w in (weights[:1] if swiglu else weights)),
     }
+    if config is not None and config.ring and swiglu and config.burst % 2:
+        raise ValueError(
+            f"config has burst={config.burst} with a ring, gate and up take even "
+            "numbers of pieces"
+        )
     refused: dict[str, str] = {}
     dtypes = [x.dtype, *(w.dtype for w in weights)]
     if not (hw.is_hopper() or interpret.is_interpreting()):
@@ -172,7 +177,8 @@ def gemv(
         holds drives itself out.
       at_rest: whether the weights and `norm_scale` are arguments of the whole program,
         as they are: no slices of them, nothing that it computes. A launch that overlaps
-        the one in front of it then asks for them before that one has ended.
+        the one in front of it then asks for them before that one has ended. Without it
+        they may be made by XLA, not by a kernel that overlaps this one.
       out_dtype: of the results, x.dtype by default; one, or one for each result.
       config: how "mosaic" divides the weights, `None` for its own choice.
       implementation: "mosaic", "xla", "reference"; `None` takes the best that can.

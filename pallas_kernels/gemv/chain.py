@@ -64,7 +64,9 @@ def gemv_chain(
 
     Between two launches memory is idle, and it is again until the second one's loads
     have come back; here the weights of a product are on their way while the one before
-    it ends. The kernel has no gradient.
+    it ends. The kernel has no gradient. Its blocks wait for each other, so all of them
+    must be on the card at once: not beside kernels of another stream that do the same,
+    nor on a part of the card's SMs.
 
     Args:
       stream: [M, D], what norms read and results are added to; bfloat16 or float16 for
@@ -90,7 +92,7 @@ def gemv_chain(
     if not products:
         raise ValueError("products are (), expected one or more")
     _check(stream, y, products)
-    choice = choose(stream, products, config=config, implementation=implementation)
+    choice = choose(stream, products, y=y, config=config, implementation=implementation)
     if choice.implementation == "mosaic":
         return _in_one_launch(choice.config, stream, products, y, at_rest)
     found: tuple[jax.Array, ...] = ()
@@ -164,6 +166,7 @@ def choose(
     stream: Any,
     products: Sequence[Product],
     *,
+    y: Any = None,
     config: configs.Config | None = None,
     implementation: Implementation | None = None,
 ) -> Choice:
@@ -174,9 +177,10 @@ def choose(
         refused["mosaic"] = (
             f"the kernel needs a Hopper GPU, this is {jax.default_backend()}"
         )
+    others = [] if y is None else [y.dtype]
     for product in products:
         sizes = {"rows": stream.shape[0], "depth": product.weights[0].shape[0]}
-        dtypes = [stream.dtype, *(w.dtype for w in product.weights)]
+        dtypes = [stream.dtype, *others, *(w.dtype for w in product.weights)]
         reason = configs.refusal(**sizes, widths=product.widths, dtypes=dtypes)
         if reason is None and columns_of(product, sms) is None:
             reason = (
@@ -185,41 +189,50 @@ def choose(
             )
         if reason is not None:
             refused.setdefault("mosaic", reason)
-    if config is None and "mosaic" not in refused:
-        config = configs.ring(rows=stream.shape[0])
+    if "mosaic" not in refused:
+        config, reason = _fitting(stream, products, config)
+        if reason is not None:
+            refused["mosaic"] = reason
     only_named = {"mosaic": "no measured row speaks for it yet"}
     return select(
         "gemv_chain", implementation, refused, only_named=only_named, config=config
     )
 
 
-def _in_one_launch(
-    config: Any,
-    stream: jax.Array,
-    products: Sequence[Product],
-    y: jax.Array | None,
-    at_rest: bool,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _fitting(
+    stream: Any, products: Sequence[Product], config: configs.Config | None
+) -> tuple[configs.Config | None, str | None]:
+    """The division that shared memory has room for, or why there is none."""
+    from pallas_kernels.gemv import kernel_ring
+
+    found = 0
+    for candidate in configs.RINGS if config is None else (config,):
+        plan, _ = _plan(candidate, stream, products, at_rest=False)
+        if (found := kernel_ring.bytes_of(plan)) <= hw.device().smem_bytes:
+            return candidate, None
+    return None, (
+        f"M = {stream.shape[0]} rows of x and the fewest bursts take {found} bytes of "
+        f"shared memory, the card has {hw.device().smem_bytes}"
+    )
+
+
+def _plan(
+    config: Any, stream: Any, products: Sequence[Product], *, at_rest: bool
+) -> tuple[Any, list[tuple[str, int, Any]]]:
+    """Of a launch, and name, N and dtype of each result."""
     # Imported on first use: Mosaic GPU takes a second that others need not pay.
     from pallas_kernels.gemv import kernel_ring
 
-    sms = hw.device().sms
-    inputs = {"stream": stream} | ({} if y is None else {"y": y})
     phases, outs, own, last = [], [], "stream", "y"
     for n, product in enumerate(products):
-        weights = tuple(f"w{n}_{i}" for i in range(len(product.weights)))
-        inputs |= dict(zip(weights, product.weights, strict=True))
         results = tuple(f"y{n}_{i}" for i in range(len(product.widths)))
-        columns = columns_of(product, sms)
+        columns = columns_of(product, hw.device().sms)
         assert columns is not None
-        scale = None
-        if product.norm_scale is not None:
-            scale = f"scale{n}"
-            inputs[scale] = product.norm_scale
+        scale = None if product.norm_scale is None else f"scale{n}"
         phases.append(
             kernel_ring.Phase(
                 source=last if scale is None else own,
-                weights=weights,
+                weights=tuple(f"w{n}_{i}" for i in range(len(product.weights))),
                 results=results,
                 depth=product.weights[0].shape[0],
                 widths=product.widths,
@@ -242,7 +255,26 @@ def _in_one_launch(
         dtype=jnp.dtype(stream.dtype),
         config=config,
     )
+    return plan, outs
+
+
+def _in_one_launch(
+    config: Any,
+    stream: jax.Array,
+    products: Sequence[Product],
+    y: jax.Array | None,
+    at_rest: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    from pallas_kernels.gemv import kernel_ring
+
+    plan, outs = _plan(config, stream, products, at_rest=at_rest)
+    inputs = {"stream": stream} | ({} if y is None else {"y": y})
+    for phase, product in zip(plan.phases, products, strict=True):
+        inputs |= dict(zip(phase.weights, product.weights, strict=True))
+        if phase.scale is not None and product.norm_scale is not None:
+            inputs[phase.scale] = product.norm_scale
     launch = forward_only("gemv_chain", kernel_ring.chain)
     found = launch(plan, tuple(outs), inputs)
-    after = stream if own == "stream" else found[own]
-    return after, tuple(found[name] for name in phases[-1].results)
+    added = [p.results[0] for p in plan.phases if p.residual is not None]
+    after = found[added[-1]] if added else stream
+    return after, tuple(found[name] for name in plan.phases[-1].results)

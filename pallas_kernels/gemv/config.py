@@ -61,13 +61,12 @@ class Config:
             raise ValueError(f"burst={self.burst}, allowed are {least}")
 
 
-def ring(*, rows: int) -> Config:
-    """Bursts through shared memory, as many as an SM has room for.
-
-    Args:
-      rows: M; x is in shared memory too, in float32.
-    """
-    return Config(columns=RING_COLUMNS[-2], burst=4, warpgroups=4, ring=6 - (rows > 2))
+RINGS = tuple(
+    Config(columns=RING_COLUMNS[-2], burst=burst, warpgroups=4, ring=ring)
+    for burst in (4, 2)
+    for ring in range(6, 1, -1)
+)
+"""Of a chain, from the most bytes on their way to the fewest; the first that fits."""
 
 
 REGISTERS = 88

@@ -366,6 +366,11 @@ def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> N
                 plgpu.semaphore_signal(ended[p], memory_scope="gpu")
 
 
+def bytes_of(plan: Plan) -> int:
+    """Shared memory that a block takes."""
+    return shared_bytes(plan.scratch)
+
+
 # Lowered once a module: calls of equal sizes, such as those of layers, share it.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(
@@ -381,7 +386,7 @@ def launch(
     Returns:
       [M, N] of each result, by name.
     """
-    hw.check_smem(shared_bytes(plan.scratch), "gemv")
+    hw.check_smem(bytes_of(plan), "gemv" if len(plan.phases) == 1 else "gemv_chain")
     names = (*inputs, *(name for name, *_ in outs))
 
     def body(*refs, **smem):

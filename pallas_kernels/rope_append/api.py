@@ -140,7 +140,10 @@ def rope_append(
         from pallas_kernels.rope_append import kernel
 
         # A derivative cannot be refused around what writes in place, so it is in front.
-        q, k, v, caches = forward_only("rope_append", lambda *x: x)(q, k, v, caches)
+        refusing = forward_only("rope_append", lambda *x: x)
+        given = {x: options[x] for x in ("q_scale", "k_scale", "cos_sin")}
+        q, k, v, caches, given = refusing(q, k, v, caches, given)
+        options |= given
         run = kernel.rope_append
     elif choice.implementation == "reference":
         run = reference.rope_append

@@ -138,9 +138,10 @@ def _prepare(plan: Plan, refs: dict[str, Any], shared: dict[str, Any], at, row, 
     member = indexed.iota(VECTOR)
     is_head, head = member < plan.group, member + group * plan.group
     where = (indexed.everywhere(row), head)
-    dt = indexed.take(refs["dt"], where, where=is_head)
+    # The launch in front may write them as this one begins: they are no constants.
+    dt = indexed.take(refs["dt"], where, where=is_head, cached=False)
     dt_bias, A_log, skip = (
-        indexed.take(refs[name], (head,), where=is_head)
+        indexed.take(refs[name], (head,), where=is_head, cached=False)
         for name in ("dt_bias", "A_log", "D")
     )
     gates = [

@@ -388,7 +388,7 @@ def test_the_published_configuration_is_what_it_says():
     )
     assert config.batches == (1, 8, 64)
     assert config.steps == STEPS
-    assert config.require == ("pk_gated_delta_step", "pk_rope_append")
+    assert config.require == ("pk_gated_delta_step",)
     with pytest.raises(ConfigError, match="nothing uses it"):
         load_config("DecodeBenchConfig", [path], ["TrainConfig.num_steps = 1"])
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels._common import hw
+from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
-from pallas_kernels.gemv import Product, gemv_chain, specs
+from pallas_kernels.gemv import Product, chain, gemv_chain, kernel_ring, specs
 from pallas_kernels.gemv.config import Config
 
 
@@ -110,17 +111,62 @@ def test_what_cannot_follow_is_named():
 def test_a_layer_is_one_launch_on_the_card():
     def call(implementation):
         args = jax.eval_shape(specs.CHAIN.arguments, jax.random.key(0))
-        chain = specs.CHAIN.chained(
+        layers = specs.CHAIN.chained(
             functools.partial(gemv_chain, implementation=implementation), at_rest=True
         )
         with hw.assume():
-            traced = jax.jit(chain).trace(*args)
+            traced = jax.jit(layers).trace(*args)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    named = call("mosaic")
+    with recorded_choices() as choices:
+        named = call("mosaic")
+    assert [x.op for x in choices].count("gemv_chain") == 1 + specs.CHAIN.layers
     for text in ("pk_gemv_chain", "griddepcontrol.wait", "cp.async.cg"):
         assert text in named
     assert "pk_gemv_chain" not in call(None)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_as_many_bursts_as_fit_are_on_their_way(rows):
+    """Of models' sizes; where there is no room it is refused by name."""
+    like = jax.ShapeDtypeStruct
+    for d_model, d_ff in ((1024, 3584), (2048, 6144), (2560, 9216), (4096, 64_000)):
+        stream = like((rows, d_model), jnp.bfloat16)
+        products = (
+            Product(
+                weights=(like((d_model, 64), jnp.bfloat16),) * 2,
+                norm_scale=like((d_model,), jnp.float32),
+                swiglu=True,
+            ),
+            Product(weights=(like((d_ff, d_model), jnp.bfloat16),), adds=True),
+        )
+        with hw.assume():
+            choose = functools.partial(chain.choose, stream, implementation="mosaic")
+            if d_ff == 64_000:
+                with pytest.raises(
+                    NotImplementedError, match="shared memory, the card"
+                ):
+                    choose(products[1:])
+                continue
+            plan, _ = chain._plan(
+                *(choose(products).config, stream, products), at_rest=False
+            )
+            assert kernel_ring.bytes_of(plan) <= hw.device().smem_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_ends_of_strips_and_blocks_without_one_on_the_card(rows):
+    sizes = layer(48, 72, 56, (56, 40), rows)
+    want = run(sizes, "reference")
+    config = Config(columns=64, burst=2, warpgroups=2, ring=3)
+    for given in (None, config):
+        got = run(sizes, "mosaic", config=given)
+        assert_same(got, want)
+        for _ in range(100):
+            again = run(sizes, "mosaic", config=given)
+            for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(got), strict=True):
+                assert jnp.array_equal(a, b)
 
 
 @pytest.mark.gpu
