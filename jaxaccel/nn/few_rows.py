@@ -129,26 +129,23 @@ def project(
     Returns:
       [..., F] of each map, or of both.
     """
-    lead, dtype = x.shape[:-1], linears[0].dtype
+    made = product(linears, norm, swiglu=swiglu, out_dtypes=out_dtypes)
     if isinstance(x, Stream):
         assert norm is not None
-        return x.launch(product(linears, norm, swiglu=swiglu, out_dtypes=out_dtypes))
-    options: dict[str, Any] = {}
-    if norm is not None:
-        options = {
-            "norm_scale": norm.scale[...],
-            "zero_centered": norm.zero_centered,
-            "eps": norm.eps,
-        }
+        return x.launch(made)
+    lead = x.shape[:-1]
     if residual is not None:
-        options["residual"] = residual.reshape(-1, residual.shape[-1])
+        residual = residual.reshape(-1, residual.shape[-1])
     found = gemv(
-        x.reshape(-1, x.shape[-1]).astype(dtype),
-        tuple(linear.kernel[...].astype(dtype) for linear in linears),
+        x.reshape(-1, x.shape[-1]).astype(linears[0].dtype),
+        made.weights,
+        norm_scale=made.norm_scale,
+        zero_centered=made.zero_centered,
+        eps=made.eps,
         swiglu=swiglu,
-        out_dtype=dtype if out_dtypes is None else tuple(out_dtypes),
+        residual=residual,
+        out_dtype=made.out_dtypes,
         implementation=products,
-        **options,
     )
     found = found if isinstance(found, tuple) else (found,)
     return tuple(y.reshape(*lead, -1) for y in found)
