@@ -252,7 +252,7 @@ TECHNIQUES = (
     ),
     Technique(
         name="Engram: hashed n-gram memory, tables trained by rows",
-        state="`reference`, `xla`; kernels by name but for reads of the host; tables "
+        state="`reference`, `xla`; kernels near measured sizes, others by name; tables "
         "on device, host or file",
         module="`jaxaccel.nn.engram`, `jaxaccel.core.host_table`",
         config="`experiments/engram/`",

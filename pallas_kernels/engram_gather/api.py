@@ -16,7 +16,7 @@ from pallas_kernels.engram_gather import reference, xla
 from pallas_kernels.segment_sum import api as sums
 
 
-_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
+MEASURED_LOOKUPS = 2**18  # a quarter of what the row has, which is bfloat16
 
 
 def choose(
@@ -50,11 +50,15 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.pick(dim, table.dtype, math.prod(ids.shape))
+    only_named, lookups = {}, math.prod(ids.shape)
+    if lookups < MEASURED_LOOKUPS or table.dtype != jnp.bfloat16:
+        size = f"{lookups} lookups in a table of {table.dtype}"
+        only_named["mosaic"] = f"no measured row is near {size}"
     return select(
         "engram_gather",
         implementation,
         refused,
-        only_named=_ONLY_NAMED,
+        only_named=only_named,
         config=config,
     )
 

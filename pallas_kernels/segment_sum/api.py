@@ -15,7 +15,8 @@ from pallas_kernels.segment_sum import config as configs
 from pallas_kernels.segment_sum import reference, xla
 
 
-_ONLY_NAMED = {"mosaic": "a row speaks for one size alone"}
+MEASURED_ROWS = 2**18  # a quarter of what rows have
+MEASURED_DTYPES = ("bfloat16", "float32")
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +83,13 @@ def choose(
         refused["mosaic"] = reason
     else:
         config = configs.pick(values.shape[1], values.dtype)
+    only_named = {}
+    count, dtype = values.shape[0], jnp.dtype(values.dtype).name
+    if count < MEASURED_ROWS or dtype not in MEASURED_DTYPES:
+        size = f"{dtype}[{count}, d]"
+        only_named["mosaic"] = f"no measured row is near {size}"
     return select(
-        "segment_sum", implementation, refused, only_named=_ONLY_NAMED, config=config
+        "segment_sum", implementation, refused, only_named=only_named, config=config
     )
 
 

@@ -180,13 +180,22 @@ def test_what_the_kernel_cannot_do_is_said(shape, dtype, lookups, message):
             api.choose(table, ids, implementation="mosaic")
 
 
-def test_none_keeps_xla_while_a_row_speaks_for_one_size():
-    table = jax.ShapeDtypeStruct((7, 4), jnp.float32)
-    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+@pytest.mark.parametrize(
+    ("lookups", "dtype", "picked"),
+    [
+        (api.MEASURED_LOOKUPS, "bfloat16", "mosaic"),
+        (api.MEASURED_LOOKUPS, "float32", "xla"),
+        (api.MEASURED_LOOKUPS - 1, "bfloat16", "xla"),
+    ],
+)
+def test_none_takes_the_kernel_where_a_row_is_near(lookups, dtype, picked):
+    table = jax.ShapeDtypeStruct((700, 80), jnp.dtype(dtype))
+    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
     with hw.assume():
         choice = api.choose(table, ids)
-        assert choice.implementation == "xla"
-        assert "one size alone" in choice.refused["mosaic"]
+        assert choice.implementation == picked
+        if picked == "xla":
+            assert "no measured row is near" in choice.refused["mosaic"]
         assert api.choose(table, ids, implementation="mosaic").config is not None
 
 

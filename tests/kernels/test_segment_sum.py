@@ -193,13 +193,24 @@ def test_what_the_kernel_cannot_do_is_said(shape, dtype, num_segments, message):
         api.choose(values, ids, num_segments, implementation="mosaic")
 
 
-def test_none_keeps_xla_while_a_row_speaks_for_one_size():
-    values = jax.ShapeDtypeStruct((3, 4), jnp.float32)
-    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+@pytest.mark.parametrize(
+    ("count", "dtype", "picked"),
+    [
+        (api.MEASURED_ROWS, "float32", "mosaic"),
+        (api.MEASURED_ROWS, "bfloat16", "mosaic"),
+        (api.MEASURED_ROWS, "float16", "xla"),
+        (api.MEASURED_ROWS - 1, "float32", "xla"),
+    ],
+)
+def test_none_takes_the_kernel_where_a_row_is_near(count, dtype, picked):
+    values = jax.ShapeDtypeStruct((count, 80), jnp.dtype(dtype))
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
     with hw.assume():
         choice = api.choose(values, ids, 2)
-    assert choice.implementation == "xla"
-    assert "one size alone" in choice.refused["mosaic"]
+    assert choice.implementation == picked
+    if picked == "xla":
+        assert "no measured row is near" in choice.refused["mosaic"]
+    assert api.choose(values, ids, 2).implementation == "xla" or hw.is_hopper()
 
 
 @pytest.mark.parametrize("fields", [{"positions": 1}, {"unroll": 3}])
