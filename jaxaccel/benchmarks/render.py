@@ -243,7 +243,7 @@ TECHNIQUES = (
     ),
     Technique(
         name="Mamba-2 hybrids from a pattern string (Nemotron 3)",
-        state="`reference`, `xla`, `mosaic` both ways; a token's by name",
+        state="`reference`, `xla`, `mosaic` both ways and for a token's many heads",
         module="`jaxaccel.nn.Mamba2`, `jaxaccel.models.nemotron_h`",
         config="`experiments/nemotron/`",
         notebook="07_nemotron",
