@@ -22,10 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
+from jaxaccel.nn.experts import (
+    ExpertOps,
+    ExpertWeights,
+    routed_experts,
+    visited_experts,
+)
 from jaxaccel.nn.mlp import clamped_swiglu, relu2, swiglu
 from pallas_kernels._common.bench import assert_close_on_device
-from pallas_kernels.gemv import MAX_ROWS, expert_gemv
+from pallas_kernels.gemv import MAX_ROWS
 from pallas_kernels.sort_dispatch import sort_dispatch
 
 
@@ -211,14 +216,8 @@ def has_visits(sizes: Sizes) -> bool:
 
 def visits(sizes: Sizes, implementation: Any) -> Rival:
     """See the module; an implementation of `expert_gemv`."""
-    activation: Any = sizes.activation
-    op = functools.partial(expert_gemv, implementation=implementation)
-
-    def run(h, weights, ids, w_in, w_out):
-        hidden = op(h, w_in, ids.reshape(-1, 1), activation=activation)
-        return op(hidden, w_out, ids, weights=weights.astype(jnp.float32))
-
-    return run
+    options = {"activation": sizes.activation, "implementation": implementation}
+    return functools.partial(visited_experts, **options)
 
 
 def capacity_of(sizes: Sizes, ids: jax.Array) -> int:

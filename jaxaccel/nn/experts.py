@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxaccel.nn.mlp import clamped_swiglu, swiglu
+from pallas_kernels.gemv import expert_gemv
 from pallas_kernels.grouped_matmul import (
     activated_product,
     activation_gradient,
@@ -165,6 +166,33 @@ class ExpertOps:
             implementation=self._thin,
         )
         return jnp.sum(by_row * dy.astype(jnp.float32), axis=1)
+
+
+def visited_experts(
+    h: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    *,
+    activation: Any,
+    implementation: Any,
+) -> jax.Array:
+    """As `routed_experts`, of a handful of tokens, each of which reads its experts.
+
+    Args:
+      h: [T, D] of the matrices' dtype.
+      weights: [T, k].
+      ids: i32[T, k]; an expert that there is not adds nothing.
+      w_in, w_out: of experts without biases.
+      activation, implementation: of `expert_gemv`, which has no gradient.
+
+    Returns:
+      [T, D] of h's dtype.
+    """
+    op = functools.partial(expert_gemv, implementation=implementation)
+    hidden = op(h, w_in, ids.reshape(-1, 1), activation=activation)
+    return op(hidden, w_out, ids, weights=weights.astype(jnp.float32))
 
 
 def routed_experts(

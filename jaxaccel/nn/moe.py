@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,12 +16,16 @@ from jaxaccel.nn.expert_parallel import (
     say_indivisible,
     sharded_experts,
 )
-from jaxaccel.nn.experts import ExpertOps, ExpertWeights, routed_experts
+from jaxaccel.nn.experts import (
+    ExpertOps,
+    ExpertWeights,
+    routed_experts,
+    visited_experts,
+)
 from jaxaccel.nn.implementation import Implementations, implementation_of
 from jaxaccel.nn.linear import Linear, fan_in_init
 from jaxaccel.nn.mlp import MLP
 from jaxaccel.nn.router import MoEConfig, Router, RouterAux, Routing, router_aux
-from pallas_kernels.gemv import expert_gemv
 from pallas_kernels.sort_dispatch import sort_dispatch
 
 
@@ -200,13 +201,13 @@ class MoE(nnx.Module):
         """As `_routed`, of a handful of tokens: each visit reads its expert."""
         config = self.config
         ids = routing.expert_ids.reshape(-1, config.top_k)
-        weights = routing.weights.reshape(ids.shape).astype(jnp.float32)
+        weights = routing.weights.reshape(ids.shape)
         w_in, w_out = (w[...].astype(self.dtype) for w in (self.w_in, self.w_out))
-        run = functools.partial(expert_gemv, implementation=self.visits)
-        activation: Any = config.activation
-        tokens = h.reshape(-1, h.shape[-1])
-        hidden = run(tokens, w_in, ids.reshape(-1, 1), activation=activation)
-        y = run(hidden, w_out, ids, weights=weights)
+        y = visited_experts(
+            *(h.reshape(-1, h.shape[-1]), weights, ids, w_in, w_out),
+            activation=config.activation,
+            implementation=self.visits,
+        )
         counts = jnp.zeros((config.num_experts,), jnp.int32)
         counts = counts.at[ids.reshape(-1)].add(1, mode="drop")
         return y.reshape(h.shape), counts, None

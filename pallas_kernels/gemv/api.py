@@ -57,8 +57,8 @@ def choose(
             "none"
         )
     weights = _listed(weights)
-    _check(x, weights, norm_scale, swiglu, residual)
-    _dtypes(x, 1 if swiglu else len(weights), out_dtype)
+    check(x, weights, norm_scale, swiglu, residual)
+    dtypes_of(x, 1 if swiglu else len(weights), out_dtype)
     sizes = {
         "rows": x.shape[0],
         "depth": x.shape[1],
@@ -91,7 +91,7 @@ def _listed(weights: Any) -> list[Any]:
     return list(weights) if isinstance(weights, (list, tuple)) else [weights]
 
 
-def _dtypes(x: Any, count: int, out_dtype: Any) -> list[Any]:
+def dtypes_of(x: Any, count: int, out_dtype: Any) -> list[Any]:
     """Of each result."""
     if not isinstance(out_dtype, (list, tuple)):
         return [jnp.dtype(x.dtype if out_dtype is None else out_dtype)] * count
@@ -103,9 +103,10 @@ def _dtypes(x: Any, count: int, out_dtype: Any) -> list[Any]:
     return [jnp.dtype(d) for d in out_dtype]
 
 
-def _check(
+def check(
     x: Any, weights: Sequence[Any], norm_scale: Any, swiglu: bool, residual: Any
 ) -> None:
+    """Refuses shapes and dtypes that `gemv` does not allow."""
     if len(x.shape) != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{list(x.shape)}, expected float[M, K]")
     rows, depth = x.shape
@@ -218,7 +219,7 @@ def gemv(
             )
     listed = _listed(weights)
     results = 1 if swiglu else len(listed)
-    options["out_dtypes"] = _dtypes(x, results, out_dtype)
+    options["out_dtypes"] = dtypes_of(x, results, out_dtype)
     if choice.implementation == "mosaic":
         # Imported on first use: Mosaic GPU takes a second that others need not pay.
         from pallas_kernels.gemv import kernel, kernel_ring

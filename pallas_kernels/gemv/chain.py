@@ -46,9 +46,8 @@ class Product:
 
     def dtypes(self, stream: Any) -> tuple[Any, ...]:
         """Of each result."""
-        if self.out_dtypes is None:
-            return (jnp.dtype(stream.dtype),) * len(self.widths)
-        return tuple(jnp.dtype(d) for d in self.out_dtypes)
+        wanted = None if self.out_dtypes is None else list(self.out_dtypes)
+        return tuple(api.dtypes_of(stream, len(self.widths), wanted))
 
 
 def gemv_chain(
@@ -128,15 +127,8 @@ def _check(stream: Any, y: Any, products: Sequence[Product]) -> None:
             )
         like = jax.ShapeDtypeStruct
         residual = like(stream.shape, stream.dtype) if product.adds else None
-        api.choose(
-            like(x.shape, x.dtype),
-            tuple(product.weights),
-            norm_scale=product.norm_scale,
-            swiglu=product.swiglu,
-            residual=residual,
-            out_dtype=list(product.dtypes(stream)),
-            implementation="reference",
-        )
+        weights, scale = list(product.weights), product.norm_scale
+        api.check(x, weights, scale, product.swiglu, residual)
         dtypes = product.dtypes(stream)
         if product.adds and dtypes[0] != stream.dtype:
             raise ValueError(

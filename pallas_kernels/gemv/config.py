@@ -62,11 +62,12 @@ class Config:
 
 
 RINGS = tuple(
-    Config(columns=RING_COLUMNS[-2], burst=burst, warpgroups=4, ring=ring)
+    Config(burst=burst, warpgroups=4, ring=ring)
     for burst in (4, 2)
     for ring in range(6, 1, -1)
 )
-"""Of a chain, from the most bytes on their way to the fewest; the first that fits."""
+"""Of a chain, whose columns each product has its own of: from the most bytes on their
+way to the fewest, the first that fits."""
 
 
 REGISTERS = 88

@@ -120,17 +120,13 @@ def _sums(plan: Plan, refs: Any, weights: Any, column: Any, lanes: int, wg: Any)
         parts, places = ask(begin, steps, whole)
         return parts, values(places)
 
-    def begin_reading(ask):
-        """Asks for weights, and waits for the launch in front, which writes x."""
+    def load_first(*args):
+        """As `load`; waits for the launch in front, which writes x."""
         if not plan.at_rest:
             overlap.wait()
-        asked = ask()
+        parts, places = ask(0, *args)
         if plan.at_rest:
             overlap.wait()
-        return asked
-
-    def load_first(*args):
-        parts, places = begin_reading(lambda: ask(0, *args))
         return parts, values(places)
 
     def add(carry, loaded):

@@ -326,7 +326,6 @@ class _Block:
 
 
 def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> None:
-    ring = plan.config.ring
     wg, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     here = _Block(plan, refs, smem, wg, block)
     borders = len(plan.phases) - 1 if plan.blocks > 1 else 0
@@ -334,14 +333,8 @@ def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> N
     overlap.let_next_begin()
     if not plan.at_rest:
         overlap.wait()
-    begins = plan.begins
-    for turn in range(ring):
-        among = [
-            p for p in range(len(plan.phases)) if begins[p] <= turn < begins[p + 1]
-        ]
-        for p in among:
-            here.ask_of(plan.phases[p], turn, turn - begins[p])
-        indexed.commit_copies()
+    for turn in range(plan.config.ring):
+        here.ask(turn, range(len(plan.phases)))
     if plan.at_rest:
         overlap.wait()
     for p, phase in enumerate(plan.phases):
