@@ -55,7 +55,7 @@ class Decoding:
       rounds: one to warm up.
     """
 
-    batch: int = 256
+    batch: int = 128
     held: int = 256
     slots: int = 384
     tokens: int = 32

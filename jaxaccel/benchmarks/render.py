@@ -263,7 +263,7 @@ TECHNIQUES = (
     Technique(
         name="A memory's table on the host under a served model, and what it knows",
         state="read by the device, gathered ahead, from a file; 8-bit rows; "
-        "not measured yet",
+        "tokens one by one not measured yet",
         module="`jaxaccel.nn.engram_host`, `jaxaccel.benchmarks.engram`",
         config="`experiments/engram/`",
         notebook="05_engram",

@@ -16,7 +16,8 @@ from pallas_kernels.engram_gather import reference, xla
 from pallas_kernels.segment_sum import api as sums
 
 
-MEASURED_LOOKUPS = 2**18  # a quarter of what the row has, which is bfloat16
+# Fewest lookups that a row speaks for, by the table's dtype.
+MEASURED_LOOKUPS = {"bfloat16": 2**12, "float8_e4m3fn": 2**18}
 
 
 def choose(
@@ -51,7 +52,8 @@ def choose(
     else:
         config = configs.pick(dim, table.dtype, math.prod(ids.shape))
     only_named, lookups = {}, math.prod(ids.shape)
-    if lookups < MEASURED_LOOKUPS or table.dtype != jnp.bfloat16:
+    least = MEASURED_LOOKUPS.get(jnp.dtype(table.dtype).name)
+    if least is None or lookups < least:
         size = f"{lookups} lookups in a table of {table.dtype}"
         only_named["mosaic"] = f"no measured row is near {size}"
     return select(

@@ -183,20 +183,25 @@ def test_what_the_kernel_cannot_do_is_said(shape, dtype, lookups, message):
 @pytest.mark.parametrize(
     ("lookups", "dtype", "picked"),
     [
-        (api.MEASURED_LOOKUPS, "bfloat16", "mosaic"),
-        (api.MEASURED_LOOKUPS, "float32", "xla"),
-        (api.MEASURED_LOOKUPS - 1, "bfloat16", "xla"),
+        (2**12, "bfloat16", "mosaic"),
+        (2**12 - 1, "bfloat16", "xla"),
+        (2**18, "float8_e4m3fn", "mosaic"),
+        (2**18 - 1, "float8_e4m3fn", "xla"),
+        (2**20, "float32", "xla"),
     ],
 )
 def test_none_takes_the_kernel_where_a_row_is_near(lookups, dtype, picked):
-    table = jax.ShapeDtypeStruct((700, 80), jnp.dtype(dtype))
-    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
+    table = jax.ShapeDtypeStruct((700, 256), jnp.dtype(dtype))
+    ids, scale = jax.ShapeDtypeStruct((lookups,), jnp.int32), None
+    if table.dtype.itemsize == 1:
+        scale = jax.ShapeDtypeStruct((700, 256 // 32), jnp.uint8)
+    choose = functools.partial(api.choose, table, ids, scale=scale)
     with hw.assume():
-        choice = api.choose(table, ids)
+        choice = choose()
         assert choice.implementation == picked
         if picked == "xla":
             assert "no measured row is near" in choice.refused["mosaic"]
-        assert api.choose(table, ids, implementation="mosaic").config is not None
+        assert choose(implementation="mosaic").config is not None
 
 
 def test_without_a_hopper_the_kernel_is_refused():
