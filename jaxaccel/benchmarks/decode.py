@@ -33,6 +33,7 @@ from jaxaccel.benchmarks.decode_programs import (
     prefill,
     reference_tokens,
     refusals,
+    same_program,
 )
 from jaxaccel.benchmarks.guards import KernelMissing, require_kernels
 from jaxaccel.benchmarks.step import add_options
@@ -160,14 +161,14 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
 def _prepare(
     config: DecodeBenchConfig, weights: Weights, plan: Sequence[Settings]
 ) -> tuple[
-    dict[tuple[int, Settings], concurrent.futures.Future[Launch]],
+    dict[tuple[int, Settings], concurrent.futures.Future[dict[Settings, Launch]]],
     dict[int, tuple[np.ndarray, np.ndarray]],
 ]:
     """Everything that is compiled: it takes longer than all that is timed.
 
     Returns:
-      By batch and step the launch, of each step that is available; and by batch the
-      first step's tokens and logits.
+      By batch and step the launches of its program's steps, for each step that is
+      available; and by batch the first step's tokens and logits.
     """
     prompts = {batch: weights.prompts(config, batch) for batch in config.batches}
     # Copies that all steps of a layout share, made before they are asked for at once.
@@ -184,19 +185,22 @@ def _prepare(
             batch: pool.submit(reference_tokens, weights, plan[0], x, config)
             for batch, x in prompts.items()
         }
-        built = {
-            (batch, step): pool.submit(build, weights, step, x, config)
-            for batch, x in prompts.items()
-            for step in plan
-            if not step.unavailable
-        }
+        programs: dict[Settings, list[Settings]] = {}
+        for step in plan:
+            if not step.unavailable:
+                programs.setdefault(same_program(step), []).append(step)
+        built = {}
+        for batch, x in prompts.items():
+            for steps in programs.values():
+                found = pool.submit(build, weights, steps, x, config)
+                built |= {(batch, step): found for step in steps}
     return built, {batch: found.result() for batch, found in expected.items()}
 
 
 def _measured(
     config: DecodeBenchConfig,
     step: Settings,
-    built: concurrent.futures.Future[Launch] | None,
+    built: concurrent.futures.Future[dict[Settings, Launch]] | None,
     expected: tuple[np.ndarray, np.ndarray],
 ) -> dict[str, Any]:
     """What a row says of a step besides `_about`."""
@@ -206,7 +210,7 @@ def _measured(
     if built is None:
         return {"note": f"{verdict}: {step.unavailable}"}
     try:
-        launch = built.result()
+        launch = built.result()[step]
     except NotImplementedError as error:
         return {"note": f"{verdict}: {error}"}
     row = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -278,25 +279,34 @@ def reference_tokens(
     return np.stack(tokens, axis=1), np.stack(logits, axis=1)
 
 
+def same_program(step: Settings) -> Settings:
+    """Equal for steps that differ in how they are compiled alone."""
+    return dataclasses.replace(step, step="", command_buffers=False)
+
+
 def build(
-    weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
-) -> Launch:
-    """Compiles a step.
+    weights: Weights,
+    steps: Sequence[Settings],
+    prompts: jax.Array,
+    config: DecodeBenchConfig,
+) -> dict[Settings, Launch]:
+    """Compiles steps of the same program, which is traced and lowered once.
 
     Args:
       weights: the model.
-      step: how it decodes.
+      steps: how they decode.
       prompts: i32[B, T].
       config: the benchmark.
 
     Returns:
-      The step, compiled and not yet run.
+      The steps, compiled and not yet run.
 
     Raises:
       NotImplementedError: an op refuses what is named for it.
     """
+    step = steps[0]
     if step.num_drafts:
-        return _speculative(weights, step, prompts, config)
+        return _speculative(weights, steps, prompts, config)
     read, params = _reader(weights, step)
     filled = _prefilled(weights, step, prompts, config)
 
@@ -323,18 +333,22 @@ def build(
         def run_eagerly(carry, count):
             return _collect(lambda carry: one(params, carry), carry, count, 1)
 
-        return Launch(start=start, run=run_eagerly, runs=implementations_used(choices))
+        runs = implementations_used(choices)
+        return {s: Launch(start=start, run=run_eagerly, runs=runs) for s in steps}
     call = jax.jit(
         one if step.tokens_per_call == 1 else several,
         donate_argnums=1 if step.donate else (),
     )
-    compiled, about = _compile(config, step, call, params, filled)
 
-    def run(carry, count):
-        each = step.tokens_per_call
-        return _collect(lambda carry: compiled(params, carry), carry, count, each)
+    def launch(compiled, about):
+        def run(carry, count):
+            each = step.tokens_per_call
+            return _collect(lambda carry: compiled(params, carry), carry, count, each)
 
-    return Launch(start=start, run=run, **about)
+        return Launch(start=start, run=run, **about)
+
+    made = _compile(config, steps, call, params, filled)
+    return {own: launch(*found) for own, found in made.items()}
 
 
 def _collect(call, carry, count: int, each: int) -> np.ndarray:
@@ -347,8 +361,12 @@ def _collect(call, carry, count: int, each: int) -> np.ndarray:
 
 
 def _speculative(
-    weights: Weights, step: Settings, prompts: jax.Array, config: DecodeBenchConfig
-) -> Launch:
+    weights: Weights,
+    steps: Sequence[Settings],
+    prompts: jax.Array,
+    config: DecodeBenchConfig,
+) -> dict[Settings, Launch]:
+    step = steps[0]
     # Verifying always carries the caches, whatever steps were left out.
     layers = config.layers if step.layers in ("python", "copied") else step.layers
     graphdef, state = weights.layout(dataclasses.replace(step, layers=layers))
@@ -368,9 +386,9 @@ def _speculative(
     )
     if layers == "unrolled":
         filled = dataclasses.replace(filled, cache=_unrolled(filled.cache))
-    compiled, about = _compile(
+    made = _compile(
         config,
-        step,
+        steps,
         speculative.decode,
         graphdef,
         step.num_drafts,
@@ -382,31 +400,39 @@ def _speculative(
         limit,
     )
 
-    def run(carry, count):
-        carry = compiled(state, carry, keys, stops, jnp.int32(count + 1))
-        tokens = np.asarray(carry.tokens)[:, 1 : count + 1]
-        launch.acceptance = speculative.acceptance(np.asarray(carry.histogram))
-        return tokens
+    def launch(compiled, about):
+        def run(carry, count):
+            carry = compiled(state, carry, keys, stops, jnp.int32(count + 1))
+            tokens = np.asarray(carry.tokens)[:, 1 : count + 1]
+            own.acceptance = speculative.acceptance(np.asarray(carry.histogram))
+            return tokens
 
-    launch = Launch(start=lambda: jax.tree.map(jnp.copy, filled), run=run, **about)
-    return launch
+        own = Launch(start=lambda: jax.tree.map(jnp.copy, filled), run=run, **about)
+        return own
+
+    return {own: launch(*found) for own, found in made.items()}
 
 
 def _compile(
-    config: DecodeBenchConfig, step: Settings, function: Any, *arguments: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Compiles; returns the program and what a `Launch` tells of it."""
-    kinds = config.command_buffers if step.command_buffers else ""
-    options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
+    config: DecodeBenchConfig, steps: Sequence[Settings], function: Any, *arguments: Any
+) -> dict[Settings, tuple[Any, dict[str, Any]]]:
+    """Compiles; returns each step's program and what a `Launch` tells of it."""
     with recorded_choices() as choices:
         lowered = function.lower(*arguments)
-    compiled = lowered.compile(compiler_options=options)
-    memory = compiled.memory_analysis()
-    return compiled, {
-        "runs": implementations_used(choices),
-        "text": compiled.as_text() or "",
-        "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
-    }
+
+    def one(step: Settings) -> tuple[Any, dict[str, Any]]:
+        kinds = config.command_buffers if step.command_buffers else ""
+        options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
+        compiled = lowered.compile(compiler_options=options)
+        memory = compiled.memory_analysis()
+        return compiled, {
+            "runs": implementations_used(choices),
+            "text": compiled.as_text() or "",
+            "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
+        }
+
+    with concurrent.futures.ThreadPoolExecutor(len(steps)) as pool:
+        return dict(zip(steps, pool.map(one, steps), strict=True))
 
 
 def _reader(weights: Weights, step: Settings) -> tuple[Reader, Any]:

@@ -561,9 +561,9 @@ def launch(
     op: str,
     compute: Callable[..., None],
     feed: Callable[..., None],
+    scratch_of: Callable[[Any], dict[str, Any]],
     inputs: dict[str, jax.Array],
     pools: tuple[jax.Array, jax.Array],
-    scratch: dict[str, Any],
     is_first: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs persistent blocks of warpgroups that compute, and one that runs ahead.
@@ -573,16 +573,22 @@ def launch(
       op: name of the op, of the kernel in profiles.
       compute: (plan, device memory, shared memory, warpgroup).
       feed: (plan, device memory, shared memory).
+      scratch_of: plan -> shared memory and barriers.
       inputs: device memory by name; y has the shape of "z".
       pools: of the convolution's windows and of states.
-      scratch: shared memory and barriers.
       is_first: whether rows begin documents, `None` if none do.
 
     Returns:
       y, a row for each of "z", and the new pools.
     """
+    hw.check_smem(plan.config.blocks_per_sm * shared_bytes(scratch_of(plan)), op)
+    return _launch(plan, op, compute, feed, scratch_of, inputs, pools, is_first)
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _launch(plan, op, compute, feed, scratch_of, inputs, pools, is_first):
     config = plan.config
-    hw.check_smem(config.blocks_per_sm * shared_bytes(scratch), op)
     if is_first is not None:
         inputs = inputs | {"first": is_first.astype(jnp.int32)}
     names = (*inputs, "conv", "state", "y")
@@ -602,7 +608,7 @@ def launch(
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=scratch_of(plan),
         kernel_name=f"pk_{op}",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -649,7 +655,7 @@ def gated_delta_step(
         "scale": layer.norm_scale,
         "slots": slots,
     }
-    pools, scratch = (conv_pool, state_pool), _scratch(plan)
     return launch(
-        *(plan, "gated_delta_step", _compute, _feed, inputs, pools, scratch, is_first)
+        *(plan, "gated_delta_step", _compute, _feed, _scratch),
+        *(inputs, (conv_pool, state_pool), is_first),
     )

@@ -233,16 +233,25 @@ def rope_append(
     inputs |= {name: x for name, x in scales.items() if x is not None}
     if layer is not None:
         inputs["layer"] = layer.reshape(1)
+    out, *after = _launch(plan, inputs, caches)
+    return out.reshape(batch, time, *out.shape[1:]), tuple(after)
+
+
+# Lowered once a module: calls of equal sizes, such as those of layers, share it.
+@functools.partial(jax.jit, static_argnums=0)
+def _launch(
+    plan: Plan, inputs: dict[str, jax.Array], caches: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     cached = ("k_cache", "v_cache", "position_cache")[: len(caches)]
     names = (*inputs, *cached, "out")
 
     def body(*refs):
         _rope_append_kernel(dict(zip(names, refs, strict=True)), plan=plan)
 
-    out_heads = kv_heads * plan.padded_heads
+    out_heads = plan.kv_heads * plan.padded_heads
     kernel = plgpu.kernel(
         overlap.overlapping(body),
-        out_type=jax.ShapeDtypeStruct((tokens, out_heads, dim), plan.dtype),
+        out_type=jax.ShapeDtypeStruct((plan.tokens, out_heads, plan.dim), plan.dtype),
         grid=(sum(plan.blocks.values()),),
         grid_names=("block",),
         kernel_name="pk_rope_append",
@@ -250,5 +259,4 @@ def rope_append(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    out, *after = in_place.update(kernel, tuple(inputs.values()), *caches)
-    return out.reshape(batch, time, out_heads, dim), tuple(after)
+    return in_place.update(kernel, tuple(inputs.values()), *caches)

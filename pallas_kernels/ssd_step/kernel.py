@@ -356,7 +356,7 @@ def ssd_step(
         "scale": layer.norm_scale.reshape(-1, VECTOR),
         "slots": slots,
     }
-    pools, scratch = (conv_pool, state_pool), _scratch(plan)
     return delta.launch(
-        *(plan, "ssd_step", _compute, _feed, inputs, pools, scratch, is_first)
+        *(plan, "ssd_step", _compute, _feed, _scratch),
+        *(inputs, (conv_pool, state_pool), is_first),
     )

@@ -173,7 +173,11 @@ def measured(monkeypatch, config, tokens, best=1.0, **about):
     monkeypatch.setattr(decode, "refusals", lambda config: {})
     monkeypatch.setattr(decode, "prefill", lambda *_: None)
     monkeypatch.setattr(decode, "reference_tokens", lambda *_: reference)
-    monkeypatch.setattr(decode, "build", lambda *_: launch(drawn, **about))
+    monkeypatch.setattr(
+        decode,
+        "build",
+        lambda _, steps, *__: {s: launch(drawn, **about) for s in steps},
+    )
     return list(decode.measure(config))
 
 
@@ -195,6 +199,14 @@ def test_other_tokens_have_no_speed(monkeypatch):
     rows = measured(monkeypatch, config, [0, 0, 0, 0], best=np.nan)
     assert [row["ms"] for row in rows] == [None]
     assert rows[0]["note"] == "no speed: the first step's logits are not finite"
+
+
+def test_steps_that_are_compiled_otherwise_share_their_program():
+    names = ("jit", "in_place", "device_loop", "command_buffers", "speculation")
+    plan = settings(tiny(steps=names, batches=(1,)), {})
+    programs = [decode.same_program(step) for step in plan]
+    assert programs[2] == programs[3]
+    assert len(set(programs)) == len(plan) - 1
 
 
 def test_a_step_without_a_required_kernel_has_no_speed(monkeypatch):
