@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import interpret
@@ -28,7 +29,7 @@ _is_on = True
 
 @contextlib.contextmanager
 def one_by_one() -> Iterator[None]:
-    """Kernels that are traced here for the first time come one after the other.
+    """Kernels that are traced here come one after the other.
 
     For timers that add up how long each launch takes: one that begins early takes
     longer by its wait.
@@ -39,6 +40,29 @@ def one_by_one() -> Iterator[None]:
         yield
     finally:
         _is_on = before
+
+
+def launch(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates what launches a kernel: one of equal sizes is lowered once a module.
+
+    As `jax.jit`, whose programs do not know of `one_by_one`.
+
+    Args:
+      *static: numbers of the arguments that are no arrays.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        # Programs are kept by function: this is another one.
+        alone = functools.wraps(function)(lambda *args: function(*args))
+        early, late = (jax.jit(x, static_argnums=static) for x in (function, alone))
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return (early if _is_on else late)(*args)
+
+        return call
+
+    return decorate
 
 
 def let_next_begin() -> None:

@@ -497,8 +497,7 @@ def _decode_attention_kernel(refs, smem, *, plan: Plan) -> None:
         _items(plan, refs, item, (jnp.int32(0), jnp.int32(0)))
 
 
-# Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0,))
+@overlap.launch(0)
 def _parts(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel.
 
@@ -597,7 +596,7 @@ def _join_kernel(refs, *, plan: Plan, width: int) -> None:
         refs["log"][into] = log_total
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@overlap.launch(0, 1)
 def _join(
     plan: Plan, out_dtype: Any, inputs: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:

@@ -585,8 +585,7 @@ def launch(
     return _launch(plan, op, compute, feed, scratch_of, inputs, pools, is_first)
 
 
-# Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@overlap.launch(0, 1, 2, 3, 4)
 def _launch(plan, op, compute, feed, scratch_of, inputs, pools, is_first):
     config = plan.config
     if is_first is not None:

@@ -269,8 +269,7 @@ def _gemv_kernel(*args, plan: Plan, names: tuple[str, ...]):
         before += count
 
 
-# Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@overlap.launch(0, 1)
 def _launch(
     plan: Plan, out_dtypes: tuple[Any, ...], inputs: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:

@@ -144,8 +144,7 @@ def _expert_kernel(*args, plan: Plan, names: tuple[str, ...]):
         indexed.put(out, index, y.astype(out.dtype), thread < lanes)
 
 
-# Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@overlap.launch(0, 1)
 def expert_gemv(plan: Plan, out_dtype: Any, inputs: dict[str, jax.Array]) -> jax.Array:
     """Launches the kernel.
 

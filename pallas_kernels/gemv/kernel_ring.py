@@ -364,8 +364,7 @@ def bytes_of(plan: Plan) -> int:
     return shared_bytes(plan.scratch)
 
 
-# Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@overlap.launch(0, 1)
 def launch(
     plan: Plan, outs: tuple[tuple[str, int, Any], ...], inputs: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:

@@ -237,8 +237,7 @@ def rope_append(
     return out.reshape(batch, time, *out.shape[1:]), tuple(after)
 
 
-# Lowered once a module: calls of equal sizes, such as those of layers, share it.
-@functools.partial(jax.jit, static_argnums=0)
+@overlap.launch(0)
 def _launch(
     plan: Plan, inputs: dict[str, jax.Array], caches: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:

@@ -163,7 +163,8 @@ def test_launches_overlap_unless_they_are_to_be_timed():
         assert "griddepcontrol.wait" in found
     assert "cp.async.cg" in asking
     with overlap.one_by_one():
-        assert "griddepcontrol" not in text(Config(columns=8, burst=7))
+        assert "griddepcontrol" not in text(ring)
+    assert "griddepcontrol.wait" in text(ring)
 
 
 def test_a_row_knows_nothing_of_the_others():
