@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import hw, indexed, interpret, overlap
+from pallas_kernels._common import hw, indexed, interpret, meeting, overlap
 from pallas_kernels._common.layout import shared_bytes
 from pallas_kernels._common.pieces import WARPGROUP
 from pallas_kernels.attention import tensor_core as tc
@@ -97,6 +97,11 @@ class Plan:
     at_rest: bool
     dtype: Any
     config: Config
+
+    @property
+    def borders(self) -> int:
+        """How often the blocks meet."""
+        return len(self.phases) - 1 if self.blocks > 1 else 0
 
     def steps(self, phase: Phase) -> int:
         """Rows of a weight that a thread has in a burst."""
@@ -328,8 +333,7 @@ class _Block:
 def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> None:
     wg, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     here = _Block(plan, refs, smem, wg, block)
-    borders = len(plan.phases) - 1 if plan.blocks > 1 else 0
-    ended = [pl.get_global(plgpu.SemaphoreType.REGULAR) for _ in range(borders)]
+    counters = refs.get("counters")
     overlap.let_next_begin()
     if not plan.at_rest:
         overlap.wait()
@@ -338,14 +342,15 @@ def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> N
     if plan.at_rest:
         overlap.wait()
     for p, phase in enumerate(plan.phases):
-        if p and ended:
-            border = ended[p - 1]
-            plgpu.semaphore_wait(
-                border, plan.blocks, decrement=False, memory_scope="gpu"
-            )
+        if p and plan.borders:
+            meeting.wait(counters, p - 1, plan.blocks)
         elif p:
             here.meet()
         here.stage(phase)
+        if p and p == plan.borders:
+            # All warpgroups have met since they last waited.
+            leave = functools.partial(meeting.leave, counters, plan.blocks)
+            pl.when(wg == 0)(leave)
         sums = here.multiply(p)
         leave_sums(smem["sums"], sums, phase.lanes, wg)
         here.meet()
@@ -353,10 +358,10 @@ def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> N
         @pl.when(wg == 0)
         def _(p=p, phase=phase):
             here.write(phase)
-            if p < borders:
-                # The thread that signals speaks for the others' writes too.
+            if p < plan.borders:
+                # The thread that counts speaks for the others' writes too.
                 plgpu.commit_smem()
-                plgpu.semaphore_signal(ended[p], memory_scope="gpu")
+                meeting.arrive(counters, p)
 
 
 def bytes_of(plan: Plan) -> int:
@@ -379,6 +384,8 @@ def launch(
       [M, N] of each result, by name.
     """
     hw.check_smem(bytes_of(plan), "gemv" if len(plan.phases) == 1 else "gemv_chain")
+    if plan.borders:
+        inputs = inputs | {"counters": meeting.counters(plan.borders)}
     names = (*inputs, *(name for name, *_ in outs))
 
     def body(*refs, **smem):
