@@ -186,6 +186,17 @@ def _zeroed(model: nnx.Module, endings: Sequence[str]) -> nnx.Module:
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
+def compile_options() -> dict[str, Any]:
+    """Of these programs, which no row has a speed of.
+
+    On a GPU XLA compiles every fusion by several of its emitters to try which is
+    fastest, which takes longer than all the rest.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    return {"xla_gpu_experimental_enable_fusion_autotuner": False}
+
+
 @dataclasses.dataclass(kw_only=True)
 class Contender:
     """A model ready to train.
@@ -303,12 +314,14 @@ def make_contender(
     states = jax.eval_shape(begin, keys)
     run = jax.jit(jax.vmap(steps, in_axes=(0, 0, None)), donate_argnums=0)
     answer = jax.jit(jax.vmap(ask, in_axes=(0, 0, None)))
+    options = compile_options()
+    asked = answer.lower(states.params, states.buffers, arrays)
     return Contender(
         name=name,
         parts=parts,
-        begin=begin.lower(keys).compile(),
-        steps=run.lower(states, keys, arrays).compile(),
-        ask=answer.lower(states.params, states.buffers, arrays).compile(),
+        begin=begin.lower(keys).compile(options),
+        steps=run.lower(states, keys, arrays).compile(options),
+        ask=asked.compile(options),
         compile_seconds=clock.perf_counter() - start,
     )
 
