@@ -25,6 +25,7 @@ import jaxaccel.config.engram_bench  # noqa: F401  registers the configs
 from jaxaccel.benchmarks.engram import RUN
 from jaxaccel.benchmarks.engram_streams import StreamsModel
 from jaxaccel.benchmarks.recall import interval
+from jaxaccel.benchmarks.step import untuned
 from jaxaccel.config.engram_bench import (
     AblatedConfig,
     EngramBenchConfig,
@@ -186,17 +187,6 @@ def _zeroed(model: nnx.Module, endings: Sequence[str]) -> nnx.Module:
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def compile_options() -> dict[str, Any]:
-    """Of these programs, which no row has a speed of.
-
-    On a GPU XLA compiles every fusion by several of its emitters to try which is
-    fastest, which takes longer than all the rest.
-    """
-    if jax.default_backend() != "gpu":
-        return {}
-    return {"xla_gpu_experimental_enable_fusion_autotuner": False}
-
-
 @dataclasses.dataclass(kw_only=True)
 class Contender:
     """A model ready to train.
@@ -314,7 +304,7 @@ def make_contender(
     states = jax.eval_shape(begin, keys)
     run = jax.jit(jax.vmap(steps, in_axes=(0, 0, None)), donate_argnums=0)
     answer = jax.jit(jax.vmap(ask, in_axes=(0, 0, None)))
-    options = compile_options()
+    options = untuned()
     asked = answer.lower(states.params, states.buffers, arrays)
     return Contender(
         name=name,

@@ -31,7 +31,7 @@ from flax import nnx
 import jaxaccel.config.recall  # noqa: F401  registers the config
 from jaxaccel.benchmarks import results
 from jaxaccel.benchmarks.guards import implementations_used
-from jaxaccel.benchmarks.step import add_options, compiled
+from jaxaccel.benchmarks.step import add_options, compiled, untuned
 from jaxaccel.config.gin_utils import load_config
 from jaxaccel.config.recall import RecallBenchConfig
 from jaxaccel.core.tree import ModelParts, model_parts
@@ -202,7 +202,7 @@ def train(decoder: DecoderConfig, config: RecallBenchConfig) -> Trained:
     keys = _seed_keys(config, 1)
     with recorded_choices() as choices:
         call, compile_seconds, _ = compiled(
-            jax.jit(jax.vmap(steps), donate_argnums=0), state, keys
+            jax.jit(jax.vmap(steps), donate_argnums=0), state, keys, options=untuned()
         )
     losses, start = [], clock.perf_counter()
     for _ in range(config.num_steps // config.steps_per_call):

@@ -30,7 +30,7 @@ from flax import nnx
 import jaxaccel.config.ruler  # noqa: F401  registers the config
 from jaxaccel.benchmarks import results
 from jaxaccel.benchmarks.guards import implementations_used
-from jaxaccel.benchmarks.step import add_options, compiled
+from jaxaccel.benchmarks.step import add_options, compiled, untuned
 from jaxaccel.config.gin_utils import load_config
 from jaxaccel.config.ruler import RulerBenchConfig
 from jaxaccel.core.tree import ModelParts, model_parts, split_model
@@ -180,7 +180,9 @@ def train(config: RulerBenchConfig) -> Trained:
             return state, jnp.mean(nats)
 
         with recorded_choices() as choices:
-            call, seconds, _ = compiled(jax.jit(steps, donate_argnums=0), state, key)
+            call, seconds, _ = compiled(
+                jax.jit(steps, donate_argnums=0), state, key, options=untuned()
+            )
         compile_seconds += seconds
         runs = implementations_used(choices)
         is_last = number + 1 == len(config.phases)

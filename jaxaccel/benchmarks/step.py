@@ -12,7 +12,7 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -86,12 +86,25 @@ def launches_elsewhere() -> bool:
     return os.environ.get("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "0") == "1"
 
 
-def compiled(function: Any, *arguments: Any) -> tuple[Any, float, int]:
+def untuned() -> dict[str, Any]:
+    """Options to compile what is trained for its losses, and not for a speed.
+
+    On a GPU XLA compiles every fusion by several of its emitters to try which is
+    fastest, which takes longer than all the rest. Products are tuned all the same.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    return {"xla_gpu_experimental_enable_fusion_autotuner": False}
+
+
+def compiled(
+    function: Any, *arguments: Any, options: Mapping[str, Any] | None = None
+) -> tuple[Any, float, int]:
     """Compiles a jitted function; returns it, the seconds and its peak bytes."""
     start = time.perf_counter()
     # XLA tries variants of products on the card.
     with timing.together():
-        done = function.lower(*arguments).compile()
+        done = function.lower(*arguments).compile(dict(options or {}))
     seconds = time.perf_counter() - start
     memory = done.memory_analysis()
     assert memory is not None
