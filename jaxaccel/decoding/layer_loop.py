@@ -130,6 +130,8 @@ def _scan_run(
         for (graphdef, _), state, cache in zip(parts, states, caches, strict=True):
             block = nnx.merge(graphdef, state)
             part = None if cache is None else layer_part(cache, index, first)
+            if isinstance(x, few_rows.Stream) and repeats == 1:
+                x.foresee((block.mixer, block.mlp))
             x, part, keep = layer(block, x, part)
             after.append(put_part(cache, part))
             kept.append(keep)

@@ -272,6 +272,11 @@ class Attention(nnx.Module):
         """
         return self._mixed(x, meta, cache, length)
 
+    @property
+    def awaited(self) -> tuple[Linear, ...]:
+        """Maps behind its step, see `few_rows.Stream.foresee`."""
+        return (self.o_proj,)
+
     def added(
         self,
         x: jax.Array,

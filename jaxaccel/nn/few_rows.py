@@ -51,6 +51,7 @@ class Stream:
         self._x, self._chain = x, chain
         self._y: jax.Array | None = None
         self._waiting: list[Product] = []
+        self._ahead: list[jax.Array] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +78,16 @@ class Stream:
             self._y = y.reshape(-1, y.shape[-1]).astype(product.weights[0].dtype)
         self._waiting.append(product)
 
+    def foresee(self, parts: Sequence[Any]) -> None:
+        """Says what the next launch has brought to L2, for the one behind it.
+
+        Args:
+          parts: a layer's mixer and feed-forward part, `None` for none. Their weights
+            must be arrays of their own, no slices.
+        """
+        maps = [linear for part in parts for linear in getattr(part, "awaited", ())]
+        self._ahead = [linear.kernel[...].astype(linear.dtype) for linear in maps]
+
     def launch(self, *more: Product) -> tuple[jax.Array, ...]:
         """Launches what waits and `more`; [..., F] of each result of the last one."""
         lead, wide = self._x.shape[:-1], self._x.shape[-1]
@@ -84,9 +95,11 @@ class Stream:
             self._x.reshape(-1, wide),
             [*self._waiting, *more],
             y=self._y,
+            prefetch=self._ahead,
             implementation=self._chain,
         )
-        self._x, self._y, self._waiting = stream.reshape(self._x.shape), None, []
+        self._x, self._y = stream.reshape(self._x.shape), None
+        self._waiting, self._ahead = [], []
         return tuple(y.reshape(*lead, -1) for y in found)
 
 

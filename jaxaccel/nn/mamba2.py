@@ -447,6 +447,11 @@ class Mamba2(nnx.Module):
                 new = cache.replace(RecurrentCache(conv=conv, state=state))
         return few_rows.output(self.products, x, y[:, None], self.out_proj, norm), new
 
+    @property
+    def awaited(self) -> tuple[Linear, ...]:
+        """Maps behind its step, see `few_rows.Stream.foresee`."""
+        return (self.out_proj,)
+
     def added(
         self,
         x: jax.Array,

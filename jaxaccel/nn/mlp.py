@@ -105,11 +105,16 @@ class MLP(nnx.Module):
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(relu2(up))
 
+    @property
+    def awaited(self) -> tuple[Linear, ...]:
+        """Maps of its first launch, see `few_rows.Stream.foresee`."""
+        is_gated = self.activation == "swiglu"
+        return (self.gate_proj, self.up_proj) if is_gated else (self.up_proj,)
+
     def added(self, x: jax.Array | few_rows.Stream, norm: RMSNorm) -> Any:
         """x [..., D] + self(norm(x)) in two launches, see `few_rows.adds_itself`."""
         if isinstance(x, few_rows.Stream) and self.activation == "swiglu":
-            maps = self.gate_proj, self.up_proj
-            x.add(few_rows.product(maps, norm, swiglu=True))
+            x.add(few_rows.product(self.awaited, norm, swiglu=True))
             x.add(few_rows.product((self.down_proj,), adds=True))
             return x
         x = few_rows.settled(x)
@@ -123,9 +128,8 @@ class MLP(nnx.Module):
         self, x: jax.Array, *, norm: RMSNorm | None, residual: jax.Array | None
     ) -> jax.Array:
         is_gated = self.activation == "swiglu"
-        maps = (self.gate_proj, self.up_proj) if is_gated else (self.up_proj,)
         project = functools.partial(few_rows.project, self.products)
-        (h,) = project(x, maps, norm=norm, swiglu=is_gated)
+        (h,) = project(x, self.awaited, norm=norm, swiglu=is_gated)
         h = h if is_gated else relu2(h)
         (y,) = project(h, (self.down_proj,), residual=residual)
         return y

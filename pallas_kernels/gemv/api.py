@@ -140,6 +140,20 @@ def check(
         )
 
 
+def check_prefetch(prefetch: Sequence[Any]) -> None:
+    """Refuses an array that cannot be brought into L2.
+
+    Raises:
+      ValueError: it is no multiple of 16 bytes.
+    """
+    for array in prefetch:
+        if array.size * array.dtype.itemsize % PIECE_BYTES:
+            raise ValueError(
+                f"prefetch has {array.dtype}{list(array.shape)}, expected multiples of "
+                f"{PIECE_BYTES} bytes"
+            )
+
+
 def gemv(
     x: jax.Array,
     weights: jax.Array | Sequence[jax.Array],
@@ -211,12 +225,7 @@ def gemv(
         **options,
     )
     prefetch = _listed(prefetch)
-    for array in prefetch:
-        if array.size * array.dtype.itemsize % PIECE_BYTES:
-            raise ValueError(
-                f"prefetch has {array.dtype}{list(array.shape)}, expected multiples of "
-                f"{PIECE_BYTES} bytes"
-            )
+    check_prefetch(prefetch)
     listed = _listed(weights)
     results = 1 if swiglu else len(listed)
     options["out_dtypes"] = dtypes_of(x, results, out_dtype)

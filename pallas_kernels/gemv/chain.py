@@ -55,6 +55,7 @@ def gemv_chain(
     products: Sequence[Product],
     *,
     y: jax.Array | None = None,
+    prefetch: Sequence[jax.Array] = (),
     at_rest: bool = False,
     config: configs.Config | None = None,
     implementation: Implementation | None = None,
@@ -72,6 +73,7 @@ def gemv_chain(
         the kernel, M of at most `MAX_ROWS`.
       products: one after the other.
       y: [M, K] for a first product without a norm.
+      prefetch: as for `gemv`.
       at_rest: as for `gemv`, of all weights.
       config: `burst` and `ring` of "mosaic", `None` for its own choice.
       implementation: "mosaic", by name only until measured, and "xla", "reference",
@@ -91,9 +93,10 @@ def gemv_chain(
     if not products:
         raise ValueError("products are (), expected one or more")
     _check(stream, y, products)
+    api.check_prefetch(prefetch)
     choice = choose(stream, products, y=y, config=config, implementation=implementation)
     if choice.implementation == "mosaic":
-        return _in_one_launch(choice.config, stream, products, y, at_rest)
+        return _in_one_launch(choice.config, stream, products, y, prefetch, at_rest)
     found: tuple[jax.Array, ...] = ()
     for product in products:
         x = y if product.norm_scale is None else stream
@@ -255,12 +258,15 @@ def _in_one_launch(
     stream: jax.Array,
     products: Sequence[Product],
     y: jax.Array | None,
+    prefetch: Sequence[jax.Array],
     at_rest: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     from pallas_kernels.gemv import kernel_ring
 
     plan, outs = _plan(config, stream, products, at_rest=at_rest)
-    inputs = {"stream": stream} | ({} if y is None else {"y": y})
+    ahead = {f"ahead{i}": array for i, array in enumerate(prefetch)}
+    plan = dataclasses.replace(plan, ahead=tuple(ahead))
+    inputs = {"stream": stream} | ({} if y is None else {"y": y}) | ahead
     for phase, product in zip(plan.phases, products, strict=True):
         inputs |= dict(zip(phase.weights, product.weights, strict=True))
         if phase.scale is not None and product.norm_scale is not None:

@@ -87,6 +87,7 @@ class Plan:
       phases: what it computes, one after the other.
       blocks: of the launch, each of which has at most one strip of a phase.
       at_rest: whether no launch in front of this one writes the weights.
+      ahead: names of what the launch behind this one reads.
       dtype: of the weights.
       config: `ring` bursts of `burst` pieces a thread.
     """
@@ -95,6 +96,7 @@ class Plan:
     phases: tuple[Phase, ...]
     blocks: int
     at_rest: bool
+    ahead: tuple[str, ...] = ()
     dtype: Any
     config: Config
 
@@ -284,6 +286,13 @@ class _Block:
         sums = (zero,) * (phase.each * plan.rows)
         return list(lax.fori_loop(0, plan.bursts(phase), turn, sums))
 
+    def fetch_ahead(self) -> None:
+        """Has L2 ask for what comes next, now that memory has no more to do here."""
+        warpgroups = self.plan.config.warpgroups
+        part, parts = self.block * warpgroups + self.wg, self.plan.blocks * warpgroups
+        for name in self.plan.ahead:
+            indexed.prefetch(self.refs[name], part, parts)
+
     def write(self, phase: Phase) -> None:
         """Adds up the warps' sums of a strip and writes what becomes of them."""
         warpgroups = self.plan.config.warpgroups
@@ -352,6 +361,8 @@ def _ring_kernel(refs: dict[str, Any], smem: dict[str, Any], *, plan: Plan) -> N
             leave = functools.partial(meeting.leave, counters, plan.blocks)
             pl.when(wg == 0)(leave)
         sums = here.multiply(p)
+        if p + 1 == len(plan.phases):
+            here.fetch_ahead()
         leave_sums(smem["sums"], sums, phase.lanes, wg)
         here.meet()
 
@@ -417,7 +428,7 @@ def chain(
         return launch(plan, outs, inputs)
     found: dict[str, jax.Array] = {}
     for phase in plan.phases:
-        alone = dataclasses.replace(plan, phases=(phase,))
+        alone = dataclasses.replace(plan, phases=(phase,), ahead=())
         own = tuple(out for out in outs if out[0] in phase.results)
         wanted = {phase.source, *phase.weights, phase.scale, phase.residual}
         known = {k: v for k, v in (inputs | found).items() if k in wanted}

@@ -22,6 +22,7 @@ from pallas_kernels._common import hw
 from pallas_kernels._common.dispatch import recorded_choices
 from pallas_kernels._common.interpret import interpreted
 from pallas_kernels._common.testing import assert_close
+from pallas_kernels.gemv import gemv_chain
 
 
 CONFIG = Qwen3_5TextConfig.tiny(pattern=("gdn", "attention"), num_layers=2).decoder()
@@ -80,8 +81,15 @@ def test_a_decoder_reads_the_same_in_fewer_products(models, name, counts):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
-def test_products_of_neighbours_are_one_launch(models, random_model):
+def test_products_of_neighbours_are_one_launch(models, random_model, monkeypatch):
     """In of the first layer; out, gate and up, down, in of the next; the rest."""
+    fetched = []
+
+    def spied(*args, prefetch, **options):
+        fetched.append([w.shape for w in prefetch])
+        return gemv_chain(*args, prefetch=prefetch, **options)
+
+    monkeypatch.setattr(few_rows, "gemv_chain", spied)
     named = {"gemv": "xla", "gemv_chain": "xla"}
     chained = random_model(dataclasses.replace(CONFIG, implementation=named))
     tokens = jax.random.randint(jax.random.key(1), (2, 3), 0, 128)
@@ -106,6 +114,12 @@ def test_products_of_neighbours_are_one_launch(models, random_model):
     want, none = run(models["gated"][0])
     got, count = run(chained)
     assert (none, count) == (0, 3 * 3)
+    # Each has the maps of its layer brought that the next launch begins with.
+    wide, narrow = CONFIG.mlp.d_ff, CONFIG.d_model
+    for *layers, last in (fetched[i : i + 3] for i in (0, 3, 6)):
+        assert not last
+        for _, *inward in layers:
+            assert inward == [(narrow, wide)] * 2
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 

@@ -134,6 +134,28 @@ def test_a_layer_is_one_launch_on_the_card():
     assert "pk_gemv_chain" not in call(None)
 
 
+def test_what_the_next_launch_reads_is_fetched_behind_the_last_product():
+    sizes = layer(48, 72, 56, (56,))
+    ahead = numbers(48, 24, seed=6)
+    stream, y, products = sizes
+
+    def text(**options):
+        op = functools.partial(gemv_chain, implementation="mosaic", **options)
+        with hw.assume():
+            traced = jax.jit(lambda x, y: op(x, products, y=y)).trace(stream, y)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    fetch = "cp.async.bulk.prefetch.L2"
+    assert fetch in text(prefetch=(ahead,))
+    assert fetch not in text()
+    want = run(sizes, "reference")
+    for count in (1, 3):
+        with blocks(count), interpreted():
+            assert_same(run(sizes, "mosaic", prefetch=(ahead,)), want)
+    with pytest.raises(ValueError, match=r"prefetch has bfloat16\[3\], expected mult"):
+        run(sizes, "xla", prefetch=(ahead[0, :3],))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_as_many_bursts_as_fit_are_on_their_way(rows):
     """Of models' sizes; where there is no room it is refused by name."""
