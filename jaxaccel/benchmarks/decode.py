@@ -161,7 +161,10 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
 def _prepare(
     config: DecodeBenchConfig, weights: Weights, plan: Sequence[Settings]
 ) -> tuple[
-    dict[tuple[int, Settings], concurrent.futures.Future[dict[Settings, Launch]]],
+    dict[
+        tuple[int, Settings],
+        concurrent.futures.Future[dict[Settings, Launch | Exception]],
+    ],
     dict[int, tuple[np.ndarray, np.ndarray]],
 ]:
     """Everything that is compiled: it takes longer than all that is timed.
@@ -200,7 +203,7 @@ def _prepare(
 def _measured(
     config: DecodeBenchConfig,
     step: Settings,
-    built: concurrent.futures.Future[dict[Settings, Launch]] | None,
+    built: concurrent.futures.Future[dict[Settings, Launch | Exception]] | None,
     expected: tuple[np.ndarray, np.ndarray],
 ) -> dict[str, Any]:
     """What a row says of a step besides `_about`."""
@@ -211,6 +214,8 @@ def _measured(
         return {"note": f"{verdict}: {step.unavailable}"}
     try:
         launch = built.result()[step]
+        if isinstance(launch, Exception):
+            raise launch
     except NotImplementedError as error:
         return {"note": f"{verdict}: {error}"}
     row = {

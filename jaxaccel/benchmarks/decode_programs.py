@@ -289,7 +289,7 @@ def build(
     steps: Sequence[Settings],
     prompts: jax.Array,
     config: DecodeBenchConfig,
-) -> dict[Settings, Launch]:
+) -> dict[Settings, Launch | Exception]:
     """Compiles steps of the same program, which is traced and lowered once.
 
     Args:
@@ -299,7 +299,7 @@ def build(
       config: the benchmark.
 
     Returns:
-      The steps, compiled and not yet run.
+      The steps, compiled and not yet run, or what compiling one raised.
 
     Raises:
       NotImplementedError: an op refuses what is named for it.
@@ -347,8 +347,7 @@ def build(
 
         return Launch(start=start, run=run, **about)
 
-    made = _compile(config, steps, call, params, filled)
-    return {own: launch(*found) for own, found in made.items()}
+    return _compile(config, steps, launch, call, params, filled)
 
 
 def _collect(call, carry, count: int, each: int) -> np.ndarray:
@@ -365,7 +364,7 @@ def _speculative(
     steps: Sequence[Settings],
     prompts: jax.Array,
     config: DecodeBenchConfig,
-) -> dict[Settings, Launch]:
+) -> dict[Settings, Launch | Exception]:
     step = steps[0]
     # Verifying always carries the caches, whatever steps were left out.
     layers = config.layers if step.layers in ("python", "copied") else step.layers
@@ -386,19 +385,6 @@ def _speculative(
     )
     if layers == "unrolled":
         filled = dataclasses.replace(filled, cache=_unrolled(filled.cache))
-    made = _compile(
-        config,
-        steps,
-        speculative.decode,
-        graphdef,
-        step.num_drafts,
-        draw,
-        state,
-        filled,
-        keys,
-        stops,
-        limit,
-    )
 
     def launch(compiled, about):
         def run(carry, count):
@@ -410,26 +396,47 @@ def _speculative(
         own = Launch(start=lambda: jax.tree.map(jnp.copy, filled), run=run, **about)
         return own
 
-    return {own: launch(*found) for own, found in made.items()}
+    return _compile(
+        config,
+        steps,
+        launch,
+        speculative.decode,
+        graphdef,
+        step.num_drafts,
+        draw,
+        state,
+        filled,
+        keys,
+        stops,
+        limit,
+    )
 
 
 def _compile(
-    config: DecodeBenchConfig, steps: Sequence[Settings], function: Any, *arguments: Any
-) -> dict[Settings, tuple[Any, dict[str, Any]]]:
-    """Compiles; returns each step's program and what a `Launch` tells of it."""
+    config: DecodeBenchConfig,
+    steps: Sequence[Settings],
+    launch: Callable[..., Launch],
+    function: Any,
+    *arguments: Any,
+) -> dict[Settings, Launch | Exception]:
+    """Lowers once, compiles for each step; `launch` gets a program and what it is."""
     with recorded_choices() as choices:
         lowered = function.lower(*arguments)
 
-    def one(step: Settings) -> tuple[Any, dict[str, Any]]:
+    def one(step: Settings) -> Launch | Exception:
         kinds = config.command_buffers if step.command_buffers else ""
         options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
-        compiled = lowered.compile(compiler_options=options)
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except Exception as error:
+            return error  # of this step alone: the others have their rows
         memory = compiled.memory_analysis()
-        return compiled, {
+        about = {
             "runs": implementations_used(choices),
             "text": compiled.as_text() or "",
             "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
         }
+        return launch(compiled, about)
 
     with concurrent.futures.ThreadPoolExecutor(len(steps)) as pool:
         return dict(zip(steps, pool.map(one, steps), strict=True))

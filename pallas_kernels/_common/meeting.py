@@ -5,9 +5,13 @@ result of it, in one place: XLA copies the zeros in front of every launch, and w
 fuses the kernel with the slices of a scan over layers, the fusion forgets that both are
 one, and blocks would count on from whatever lies there. Counters here are an argument
 that is after the launch what it was before: the last block to leave makes them zero
-again. Launches that come one after the other share them.
+again.
 
-All blocks must be on the card at once.
+All blocks must be on the card at once. XLA, which thinks that the counters are only
+read, gives the same ones to several launches: those must come one after the other, as
+they do unless command buffers are asked to run at once what does not depend on each
+other. A kernel that overlaps the one in front of it counts behind `overlap.wait`. A
+batch of launches by `vmap` would share one launch's counters: it must be refused.
 """
 
 from __future__ import annotations

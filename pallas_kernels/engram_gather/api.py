@@ -16,7 +16,7 @@ from pallas_kernels.engram_gather import reference, xla
 from pallas_kernels.segment_sum import api as sums
 
 
-# Fewest lookups that a row speaks for, by the table's dtype.
+# Near the fewest lookups of a row, by the table's dtype.
 MEASURED_LOOKUPS = {"bfloat16": 2**12, "float8_e4m3fn": 2**18}
 
 
@@ -171,11 +171,10 @@ def _gather(choice: Choice, table: jax.Array, ids: jax.Array) -> jax.Array:
         dy, num_rows = dy.reshape(ids.size, -1), like.shape[0]
         runs = choice.implementation == "mosaic"
         runs = runs and sums.mosaic_refusal(dy, num_rows) is None
+        # Rows of the sum, not of the gather, say where its kernel is picked.
+        own = "mosaic" if choice.source == "named" else None
         total = sums.segment_sum(
-            dy,
-            ids.reshape(-1),
-            num_rows,
-            implementation="mosaic" if runs else "xla",
+            dy, ids.reshape(-1), num_rows, implementation=own if runs else "xla"
         )
         return total.astype(like.dtype), np.zeros(ids.shape, jax.dtypes.float0)
 

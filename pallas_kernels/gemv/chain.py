@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,8 +85,8 @@ def gemv_chain(
 
     Raises:
       ValueError: a shape or dtype is not allowed.
-      NotImplementedError: the named implementation cannot run this call, or a gradient
-        is taken through "mosaic".
+      NotImplementedError: the named implementation cannot run this call, or "mosaic" is
+        differentiated or vmapped.
 
     Source: as for `gemv`; several products in one launch as in cooperative launches
     with grid synchronisation (CUDA C++ Programming Guide).
@@ -253,6 +254,20 @@ def _plan(
     return plan, outs
 
 
+def _unbatched(launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A launch whose blocks meet: those of a batch would count as one launch's."""
+    alone = jax.custom_batching.custom_vmap(launch)
+
+    @alone.def_vmap
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            'gemv_chain: implementation="mosaic" has no vmap, implementation="xla" has '
+            "one"
+        )
+
+    return alone
+
+
 def _in_one_launch(
     config: Any,
     stream: jax.Array,
@@ -271,8 +286,8 @@ def _in_one_launch(
         inputs |= dict(zip(phase.weights, product.weights, strict=True))
         if phase.scale is not None and product.norm_scale is not None:
             inputs[phase.scale] = product.norm_scale
-    launch = forward_only("gemv_chain", kernel_ring.chain)
-    found = launch(plan, tuple(outs), inputs)
+    launch = functools.partial(kernel_ring.chain, plan, tuple(outs))
+    found = forward_only("gemv_chain", _unbatched(launch))(inputs)
     added = [p.results[0] for p in plan.phases if p.residual is not None]
     after = found[added[-1]] if added else stream
     return after, tuple(found[name] for name in plan.phases[-1].results)

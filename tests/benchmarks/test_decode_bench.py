@@ -209,6 +209,31 @@ def test_steps_that_are_compiled_otherwise_share_their_program():
     assert len(set(programs)) == len(plan) - 1
 
 
+def test_a_program_is_lowered_once_and_compiled_for_each_step():
+    config = tiny(steps=("jit", "device_loop", "command_buffers"), batches=(2,))
+    steps = settings(config, {})[1:]
+    traced = []
+
+    @jax.jit
+    def program(x):
+        traced.append(x)
+        return x + 1
+
+    def compiled(config):
+        made = decode_programs._compile(
+            *(config, steps, lambda call, about: call), *(program, jnp.ones(2))
+        )
+        assert list(made) == list(steps)
+        return made.values()
+
+    assert [call(jnp.ones(2))[0] for call in compiled(config)] == [2, 2]
+    assert len(traced) == 1
+    # A step that cannot be compiled takes nothing from the others.
+    broken = dataclasses.replace(config, command_buffers="NONE_SUCH")
+    kinds = [isinstance(found, Exception) for found in compiled(broken)]
+    assert kinds == [False, True]
+
+
 def test_a_step_without_a_required_kernel_has_no_speed(monkeypatch):
     steps = ("jit", "fused_kernel", "in_place")
     config = tiny(steps=steps, batches=(1,), require=("pk_x",))

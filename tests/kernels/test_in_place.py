@@ -43,7 +43,12 @@ def test_nothing_that_xla_fuses_stands_at_the_kernel_in_a_scan():
         run = functools.partial(scanned, implementation="mosaic")
         jaxpr = jax.make_jaxpr(run)(*jax.eval_shape(three_layers))
     (scan,) = (x for x in jaxpr.eqns if x.primitive.name == "scan")
-    equations = scan.params["jaxpr"].eqns
+    (launch,) = (
+        x
+        for x in scan.params["jaxpr"].eqns
+        if "_launch" in str(x.params.get("name", ""))
+    )
+    equations = launch.params["jaxpr"].eqns
     names = [x.primitive.name for x in equations]
     first, last = (i for i, x in enumerate(names) if x == "optimization_barrier")
     assert names[first + 1 : last] == [
