@@ -163,7 +163,7 @@ def _prepare(
 ) -> tuple[
     dict[
         tuple[int, Settings],
-        concurrent.futures.Future[dict[Settings, Launch | Exception]],
+        concurrent.futures.Future[dict[Settings, Any]],
     ],
     dict[int, tuple[np.ndarray, np.ndarray]],
 ]:
@@ -203,7 +203,7 @@ def _prepare(
 def _measured(
     config: DecodeBenchConfig,
     step: Settings,
-    built: concurrent.futures.Future[dict[Settings, Launch | Exception]] | None,
+    built: concurrent.futures.Future[dict[Settings, Any]] | None,
     expected: tuple[np.ndarray, np.ndarray],
 ) -> dict[str, Any]:
     """What a row says of a step besides `_about`."""

@@ -289,7 +289,7 @@ def build(
     steps: Sequence[Settings],
     prompts: jax.Array,
     config: DecodeBenchConfig,
-) -> dict[Settings, Launch | Exception]:
+) -> dict[Settings, Launch | jax.errors.JaxRuntimeError]:
     """Compiles steps of the same program, which is traced and lowered once.
 
     Args:
@@ -364,7 +364,7 @@ def _speculative(
     steps: Sequence[Settings],
     prompts: jax.Array,
     config: DecodeBenchConfig,
-) -> dict[Settings, Launch | Exception]:
+) -> dict[Settings, Launch | jax.errors.JaxRuntimeError]:
     step = steps[0]
     # Verifying always carries the caches, whatever steps were left out.
     layers = config.layers if step.layers in ("python", "copied") else step.layers
@@ -418,17 +418,17 @@ def _compile(
     launch: Callable[..., Launch],
     function: Any,
     *arguments: Any,
-) -> dict[Settings, Launch | Exception]:
+) -> dict[Settings, Launch | jax.errors.JaxRuntimeError]:
     """Lowers once, compiles for each step; `launch` gets a program and what it is."""
     with recorded_choices() as choices:
         lowered = function.lower(*arguments)
 
-    def one(step: Settings) -> Launch | Exception:
+    def one(step: Settings) -> Launch | jax.errors.JaxRuntimeError:
         kinds = config.command_buffers if step.command_buffers else ""
         options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
         try:
             compiled = lowered.compile(compiler_options=options)
-        except Exception as error:
+        except jax.errors.JaxRuntimeError as error:
             return error  # of this step alone: the others have their rows
         memory = compiled.memory_analysis()
         about = {
