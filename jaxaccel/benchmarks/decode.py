@@ -27,6 +27,7 @@ from flax import nnx
 
 from jaxaccel.benchmarks import results
 from jaxaccel.benchmarks.decode_programs import (
+    Compiled,
     Launch,
     Weights,
     build,
@@ -161,10 +162,7 @@ def measure(config: DecodeBenchConfig) -> Iterator[dict[str, Any]]:
 def _prepare(
     config: DecodeBenchConfig, weights: Weights, plan: Sequence[Settings]
 ) -> tuple[
-    dict[
-        tuple[int, Settings],
-        concurrent.futures.Future[dict[Settings, Any]],
-    ],
+    dict[tuple[int, Settings], concurrent.futures.Future[dict[Settings, Compiled]]],
     dict[int, tuple[np.ndarray, np.ndarray]],
 ]:
     """Everything that is compiled: it takes longer than all that is timed.
@@ -203,7 +201,7 @@ def _prepare(
 def _measured(
     config: DecodeBenchConfig,
     step: Settings,
-    built: concurrent.futures.Future[dict[Settings, Any]] | None,
+    built: concurrent.futures.Future[dict[Settings, Compiled]] | None,
     expected: tuple[np.ndarray, np.ndarray],
 ) -> dict[str, Any]:
     """What a row says of a step besides `_about`."""
@@ -214,7 +212,7 @@ def _measured(
         return {"note": f"{verdict}: {step.unavailable}"}
     try:
         launch = built.result()[step]
-        if isinstance(launch, Exception):
+        if isinstance(launch, jax.errors.JaxRuntimeError):
             raise launch
     except NotImplementedError as error:
         return {"note": f"{verdict}: {error}"}

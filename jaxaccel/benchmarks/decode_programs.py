@@ -198,6 +198,10 @@ class Launch:
         return kernels_in(self.text)
 
 
+# A step that does not compile is told where it is run, beside others that did.
+Compiled = Launch | jax.errors.JaxRuntimeError
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Carry:
@@ -289,7 +293,7 @@ def build(
     steps: Sequence[Settings],
     prompts: jax.Array,
     config: DecodeBenchConfig,
-) -> dict[Settings, Launch | jax.errors.JaxRuntimeError]:
+) -> dict[Settings, Compiled]:
     """Compiles steps of the same program, which is traced and lowered once.
 
     Args:
@@ -364,7 +368,7 @@ def _speculative(
     steps: Sequence[Settings],
     prompts: jax.Array,
     config: DecodeBenchConfig,
-) -> dict[Settings, Launch | jax.errors.JaxRuntimeError]:
+) -> dict[Settings, Compiled]:
     step = steps[0]
     # Verifying always carries the caches, whatever steps were left out.
     layers = config.layers if step.layers in ("python", "copied") else step.layers
@@ -418,12 +422,12 @@ def _compile(
     launch: Callable[..., Launch],
     function: Any,
     *arguments: Any,
-) -> dict[Settings, Launch | jax.errors.JaxRuntimeError]:
+) -> dict[Settings, Compiled]:
     """Lowers once, compiles for each step; `launch` gets a program and what it is."""
     with recorded_choices() as choices:
         lowered = function.lower(*arguments)
 
-    def one(step: Settings) -> Launch | jax.errors.JaxRuntimeError:
+    def one(step: Settings) -> Compiled:
         kinds = config.command_buffers if step.command_buffers else ""
         options = {} if kinds is None else {"xla_gpu_enable_command_buffer": kinds}
         try:
